@@ -1,13 +1,13 @@
 """Ways to cut models into pipeline stages, priced by one simulator: four models, three budgets, two clusters.
 
-    python -m benchmarks.planner.pipeline [MODEL …] [--clusters NAME …] [--record]
+    python -m benchmarks.planner.pipeline [MODEL …] [--clusters NAME …] [--shares SHARE …] [--record]
 
 even, balanced, pipeline-dp   the recipes of `planner/pipeline/recipes.py`, 1F1B
 joint, 1F1B                   cuts, depths and reruns chosen together, in the usual order
 joint                         interleaved stages and a split backward too
 
 Budgets lie between the least that stages were found to fit in (an estimate) and the peak of the joint 1F1B plan without any: so
-many shares of the way from the one to the other. Seconds are predicted; no GPU ran. `–`: no such stages fit.
+many shares of the way from the one to the other. Logits stand whole. Seconds are predicted; no GPU ran. `–`: no such stages fit.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import json
 import os
 import platform
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +42,15 @@ NUM_MICRO = 8
 RECIPES = ("even", "balanced", "pipeline-dp")
 
 
-def cell(name: str, hardware: str) -> list[dict[str, Any]]:
+def cell(name: str, hardware: str, shares: Sequence[float] = SHARES) -> list[dict[str, Any]]:
     """Return a row for each budget."""
     model, batch = tw.zoo.build(name, dtype="bf16", **MODELS[name])
-    asked = {"hardware": hardware, "micro_batches": NUM_MICRO, "time_limit_s": 600.0, **CLUSTERS[hardware]}
+    asked = question(hardware)
     free = tw.plan(model, batch, **asked, memory="100TiB", pipeline_schedule="1f1b")
     most = free.predicted.peak_bytes
     least = _least_bytes(model, batch, most, asked)
     found = []
-    for share in SHARES:
+    for share in shares:
         memory = int(least + share * (most - least)) + 1
         began = time.process_time()
         plans = tw.compare(model, batch, **asked, memory=memory, pipeline_schedule="1f1b")
@@ -66,6 +67,17 @@ def cell(name: str, hardware: str) -> list[dict[str, Any]]:
         print(json.dumps(row), flush=True)
         found.append(row)
     return found
+
+
+def question(hardware: str) -> dict[str, Any]:
+    """Return what a cell's plans are asked for beside model and budget; logits stand whole, as they do for the recipes."""
+    return {
+        "hardware": hardware,
+        "micro_batches": NUM_MICRO,
+        "time_limit_s": 600.0,
+        "loss_chunks": "none",
+        **CLUSTERS[hardware],
+    }
 
 
 def _least_bytes(model: Any, batch: Any, most: int, asked: dict[str, Any]) -> float:
@@ -128,11 +140,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=list(MODELS))
     parser.add_argument("--clusters", nargs="*", default=list(CLUSTERS))
+    parser.add_argument("--shares", nargs="*", type=float, default=list(SHARES))
     parser.add_argument("--record", action="store_true")
     given = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for name, hardware in itertools.product(given.models, given.clusters):
-        rows += cell(name, hardware)
+        rows += cell(name, hardware, given.shares)
         if given.record:
             write(recorded(rows))
     print(summary(recorded(rows) if given.record else rows))

@@ -8,7 +8,7 @@ import pytest
 
 import trainwright as tw
 from trainwright.planner.pipeline.cuts import depths_of
-from trainwright.planner.pipeline.price import adds_up, simulate_stages, stages_by_action
+from trainwright.planner.pipeline.price import adds_up, simulate_stages
 from trainwright.planner.pipeline.search import Case
 from trainwright.planner.task import Task
 from trainwright.program.stages import cut
@@ -36,8 +36,8 @@ def compare(name: str, hardware: str, num_stages: int, inner: int, num_micro: in
             decisions, schedule = measured.staged(levels), table.schedule(in_flight)
             pieces = cut(case.task.program, measured.begins(cuts))
             stages = [pieces[stage::num_stages] for stage in range(num_stages)]
-            whole = simulate_stages(case.place, stages, decisions, schedule, {})
-            added = stages_by_action(case.place, stages, decisions, schedule, {})
+            whole = simulate_stages(case.place, stages, decisions, schedule, {}, in_full=True)
+            added = simulate_stages(case.place, stages, decisions, schedule, {}, in_full=False)
             for one, other in zip(whole, added, strict=True):
                 if adds_up(pieces, schedule):
                     assert one.peak_bytes == other.peak_bytes, (name, in_flight, schedule)

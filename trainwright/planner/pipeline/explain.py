@@ -95,7 +95,6 @@ class _Around:
             self.measured.staged(levels),
             table.schedule(other.in_flight),
             hops_of(self.plan.cluster, self.plan.num_stages),
-            self.measured.simulations,
-            self.measured.added,
+            self.measured.runs,
         )
         return priced.predicted.step_s if priced.predicted.peak_bytes <= self.judge.budget_bytes else None

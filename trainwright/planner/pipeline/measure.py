@@ -127,10 +127,8 @@ class Measured:
     """The values that are rerun and those that leave, by unit and level."""
     measuring: _Measuring
     """The measurements behind the table, which can be taken further."""
-    simulations: dict[Any, Simulation] = field(default_factory=dict)
-    """The simulations of stages under these layouts, by a key that like stages share."""
-    added: dict[Any, StageBytes] = field(default_factory=dict)
-    """The bytes that the actions of stages add under these layouts; stages that differ in depth alone share a key."""
+    runs: dict[Any, Simulation | StageBytes] = field(default_factory=dict)
+    """What stages under these layouts were found to hold, by a key that like stages share."""
 
     def offloading(self, tier: Tier) -> Measured:
         """Return the same with further levels, at which values leave to `tier` and come back."""
@@ -225,7 +223,7 @@ class _Measuring:
                         found = levels.get((kind, turn[unit]), own)
                         levels[kind, turn[unit]] = max(found, own, key=lambda level: level.kept_bytes)
         table = replace(known.table, tier=tier, excess_bytes={}, _fits={}, _frontiers={})
-        return replace(self._in_order(table, levels, fates), simulations=known.simulations, added=known.added)
+        return replace(self._in_order(table, levels, fates), runs=known.runs)
 
     def _in_order(self, table: Table, levels: Mapping[tuple[int, int], Level], fates: list[list[Fate]]) -> Measured:
         """Give a table its levels, of which none beats another; `fates` are those of the levels by unit and number."""

@@ -53,20 +53,17 @@ def price_stages(
     decisions: Decisions,
     schedule: Schedule,
     hops: Sequence[Hop],
-    known: dict[Any, Simulation] | None = None,
-    added: dict[Any, StageBytes] | None = None,
+    known: Runs | None = None,
 ) -> PricedStages:
     """Simulate every stage and price the step. `place` is the task on one stage's ranks.
 
-    pieces: those of all stages, in the order of the model. hops: the links between neighbouring stages. known, added: caches of
-    simulations of stages under the same layouts, in full and by action; where `added` is given, stages are put together of their
-    actions if that is exact.
+    pieces: those of all stages, in the order of the model. hops: the links between neighbouring stages. known: what runs of stages
+    under the same layouts found; where it is given, stages are put together of their actions if that is exact.
     """
     stages = [pieces[stage :: schedule.num_stages] for stage in range(schedule.num_stages)]
-    if added is not None and adds_up(pieces, schedule):
-        simulations = stages_by_action(place, stages, decisions, schedule, added)
-    else:
-        simulations = simulate_stages(place, stages, decisions, schedule, {} if known is None else known)
+    in_full = known is None or not adds_up(pieces, schedule)
+    runs: Runs = {} if known is None else known
+    simulations = simulate_stages(place, stages, decisions, schedule, runs, in_full=in_full)
     sums = _tied_sums(place, pieces, decisions, hops, schedule.num_stages)
     rows = [
         _piece_rows(place, own, simulation, decisions, hops, schedule.splits_backward)
@@ -87,51 +84,38 @@ def overlaps(place: Place) -> bool:
     return place.task.cluster.device.kind == "gpu"
 
 
+Runs = dict[Any, Simulation | StageBytes]
+"""What stages under the same layouts were found to hold, by a key that like stages share."""
+
+
 def simulate_stages(
     place: Place,
     stages: Sequence[Sequence[Stage]],
     decisions: Decisions,
     schedule: Schedule,
-    known: dict[Any, Simulation],
+    known: Runs,
+    *,
+    in_full: bool,
 ) -> list[Simulation]:
-    """Return the simulation of every stage; like stages are simulated once, and those in `known` not at all."""
-    shared = shared_by(stages)
-    found = []
-    for stage in stages:
-        key = _looks(place, stage, decisions, schedule, shared)
-        if key not in known:
-            known[key] = simulate_stage(
-                stage, decisions, place.task.make_optimizer, schedule=schedule, tied=tuple(shared),
-                target=place.task.cluster.device.kind,
-                num_threads=place.task.num_threads, optimizer_cost=place.task.optimizer_cost,
-            )  # fmt: skip
-        found.append(known[key])
-    return found
+    """Return the simulation of every stage; like stages are run once, and those in `known` not at all.
 
-
-def stages_by_action(
-    place: Place,
-    stages: Sequence[Sequence[Stage]],
-    decisions: Decisions,
-    schedule: Schedule,
-    known: dict[Any, StageBytes],
-) -> list[Simulation]:
-    """Return the simulation of every stage, put together of what its actions add; `known` is a cache of that.
-
-    Stages that differ in depth alone are run once, on few micro-batches, so it takes a small part of `simulate_stages`.
+    in_full: whether stages are run in their whole depth. Otherwise few micro-batches are, and the simulation is put together of
+    what their actions add (exact where `adds_up`): stages that differ in depth alone are run once, and that takes a small part.
     """
     shared = shared_by(stages)
+    run = simulate_stage if in_full else stage_bytes
     found = []
     for at, stage in enumerate(stages):
         looks = tuple(_looks_of_piece(place, piece, decisions, shared) for piece in stage)
-        key = schedule.virtual, schedule.splits_backward, looks
+        key = in_full, _looks_of_order(schedule, at, in_full), looks
         if key not in known:
-            known[key] = stage_bytes(
+            known[key] = run(
                 stage, decisions, place.task.make_optimizer, schedule=schedule, tied=tuple(shared),
                 target=place.task.cluster.device.kind,
                 num_threads=place.task.num_threads, optimizer_cost=place.task.optimizer_cost,
             )  # fmt: skip
-        found.append(known[key].simulation(schedule, at))
+        own = known[key]
+        found.append(own.simulation(schedule, at) if isinstance(own, StageBytes) else own)
     return found
 
 
@@ -140,18 +124,12 @@ def adds_up(pieces: Sequence[Stage], schedule: Schedule) -> bool:
     return schedule.virtual == 1 or not any(set(piece.given) & set(piece.handed) for piece in pieces)
 
 
-def _looks(
-    place: Place,
-    stage: Sequence[Stage],
-    decisions: Decisions,
-    schedule: Schedule,
-    shared: dict[str, tuple[int, ...]],
-) -> Any:
-    """Return a key such that stages with equal keys have the same bytes and seconds."""
-    at = stage[0].index
+def _looks_of_order(schedule: Schedule, stage: int, in_full: bool) -> Any:
+    """Return a key such that a stage holds the same in orders with equal keys."""
+    if not in_full:
+        return schedule.virtual, schedule.splits_backward
     is_plain = schedule.virtual == 1 and not schedule.splits_backward
-    order = schedule.in_flight[at : at + 2] if is_plain else (schedule, at)  # others depend on all stages
-    return order, tuple(_looks_of_piece(place, piece, decisions, shared) for piece in stage)
+    return schedule.in_flight[stage : stage + 2] if is_plain else (schedule, stage)  # others depend on all stages
 
 
 def _looks_of_piece(place: Place, stage: Stage, decisions: Decisions, shared: dict[str, tuple[int, ...]]) -> Any:

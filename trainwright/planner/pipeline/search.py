@@ -1,7 +1,7 @@
 """Searches for pipeline stages, over numbers of stages, meshes of a stage, micro-batches and layouts.
 
-For each case that its bound does not rule out, the solver gives layouts on one stage's ranks: the fastest ones, and those whose
-parameters take ever less of the budget. For each layout there are a table (`measure`), cuts to start from (`program`,
+For each case that its bound does not rule out, the solver gives layouts on one stage's ranks: the fastest ones, and those that
+rest in ever less (`layouts`). For each layout there are a table (`measure`), cuts to start from (`program`,
 `recipes`) and the fastest stages that moves reach (`cuts`), with one piece a stage, with several, and with a split backward.
 Actions of these stages are then run on fake tensors: if a peak differs from its estimate, the table learns the difference, and
 the levels are chosen anew, until all stages are within the budget.
@@ -23,7 +23,6 @@ from ..costs.price import Price
 from ..costs.units import size_text
 from ..incumbent import Found
 from ..meshes import MAX_AXES, mesh_shapes
-from ..model.decode import read_choice
 from ..problem.problem import Decision
 from ..search.answer import Answer
 from ..search.effort import GAP
@@ -31,14 +30,13 @@ from ..task import Place, Task
 from .ask import begin_pins, check_task, numbers_of_stages, schedules
 from .cuts import Cuts, Judge, Staged, depths_of, fastest, leanest, nothing_fits_bytes
 from .floors import Floors, add_tied
+from .layouts import layouts_for
 from .measure import Measured, Outline, measure
-from .price import PricedStages, hops_of, price_stages, stages_by_action
+from .price import PricedStages, hops_of, price_stages, simulate_stages
 from .program import Least, bound_s, propose
 from .recipes import PIPELINE_RECIPES, recipe_cuts
 from .table import Spans, Table
 
-SHARES = (0.8, 0.5, 0.3)
-"""The shares of all stages' memory budgets that parameters and optimizer states may take in the further layouts."""
 MAX_CORRECTIONS = 6
 """The most times that one table learns from simulations."""
 CLOSE = 0.01
@@ -134,6 +132,14 @@ def come_first(alone: Task) -> bool:
     return usable is not None and place.solver.kept_bytes(place.settings("joint")) > usable
 
 
+def is_thorough(task: Task) -> bool:
+    """Return true if there is time for further layouts, and for tables that seem slower: where the number of stages is asked for.
+
+    With `auto` the time is better spent on other numbers, and on plans without stages.
+    """
+    return task.pipeline != "auto"
+
+
 def _numbers(task: Task, num_stages: int) -> list[int]:
     """Return the numbers of micro-batches to look at, those first that are nearest to four a stage."""
     variants = task.variants
@@ -223,18 +229,8 @@ class Case:
 
     def layouts(self) -> list[Mapping[Decision, int]]:
         """Return the layouts to try: the fastest, and some that take less memory at rest."""
-        settings, solver = self.place.settings("joint"), self.place.solver
-        fastest_one = solver.without_memory(settings)
-        if fastest_one.values is None:
-            return []
-        first = read_choice(fastest_one.values, solver.plain()[1], None).options
-        found: list[Mapping[Decision, int]] = [first]
-        if math.isfinite(self.budget_bytes):
-            for share in SHARES:
-                other = solver.first_stage(settings, share * self.num_stages * self.budget_bytes, first)
-                if other is not None:
-                    found.append(other)
-        return list({tuple(options.values()): options for options in found}.values())
+        room = self.num_stages * self.budget_bytes
+        return layouts_for(self.place.solver, self.place.settings("joint"), room, is_thorough(self.whole))
 
     def measured(self, options: Mapping[Decision, int]) -> Measured:
         hops = hops_of(self.cluster, self.num_stages)
@@ -279,6 +275,8 @@ class _Search:
         self.unseen: list[str] = []
         self.least: list[tuple[float, int, Case]] = []
         self.was_slower = False
+        self._excess: dict[tuple[Case, tuple[int, bool]], dict[tuple[bool, bool], float]] = {}
+        """The least excess that a table of a case learned, by the order in which stages work and by a stage's ends."""
         self._wholes: dict[tuple[int, tuple[int, ...]], Case] = {}
         self._captured: set[int] = set()
 
@@ -391,10 +389,28 @@ class _Search:
         """Take the fastest stages under any of the tables, if they are faster than those that are known, and fit."""
         found = [row for each in measured for row in self._proposals(case, each)]
         for each, judge, staged in sorted(found, key=lambda row: row[2].step_s):
-            if staged.step_s < self._to_beat:
+            if staged.step_s < self._to_beat or self._may_hold_less(case, judge):
                 self._realise(case, each, judge, staged)
             else:
                 self.was_slower = True
+
+    def _may_hold_less(self, case: Case, judge: Judge) -> bool:
+        """Return true if stages may be slower than the incumbent only for the memory that their table estimates.
+
+        It has learned nothing yet. Others of the same case and order have: by their least excess, or where there are none
+        without a budget, these stages would be faster.
+        """
+        if not is_thorough(self.task):
+            return False
+        known = self._excess.get((case, judge.table.order))
+        if known is None:
+            judge = replace(judge, budget_bytes=math.inf)
+        else:
+            own = judge.table.excess_bytes
+            least = {ends: min(excess, own.get(ends, 0.0)) for ends, excess in known.items()}
+            judge = replace(judge, table=judge.table.exceeding({**own, **least}))
+        found = self._chosen(judge)
+        return found is not None and found.step_s < self._to_beat
 
     def _is_bound(self, case: Case, measured: Measured) -> bool:
         """True unless the fastest stages under some layouts, whatever they hold, take no less than those that fit."""
@@ -423,7 +439,7 @@ class _Search:
         if lean is None:
             return []
         if all(measured.table.held_bytes(spans) <= case.budget_bytes for spans in measured.table.stages(lean.cuts)):
-            _learn(measured.table, lean, self._peaks(case, measured, measured.table, lean))
+            learn(measured.table, lean, self._peaks(case, measured, measured.table, lean))
             found = self._by_table(case, measured)
         if not found:
             self.least.append((*nothing_fits_bytes(judge, starts), case))
@@ -461,8 +477,8 @@ class _Search:
     def _realise(self, case: Case, measured: Measured, judge: Judge, staged: Staged | None) -> None:
         """Add up what the stages hold, make the table learn it, and choose again, until they fit and use up the budget."""
         seen: set[tuple[tuple[int, ...], ...]] = set()
-        for _ in range(MAX_CORRECTIONS):
-            if staged is None or staged.step_s >= self._to_beat:
+        for turn in range(MAX_CORRECTIONS):
+            if staged is None or (turn and staged.step_s >= self._to_beat):
                 return
             key = (staged.cuts, staged.in_flight, *(fit.levels for fit in staged.fits))
             if key in seen:
@@ -470,20 +486,23 @@ class _Search:
             seen.add(key)
             peaks = self._peaks(case, measured, judge.table, staged)
             fits = max(peaks) <= case.budget_bytes
-            if fits:
+            if fits and staged.step_s < self._to_beat:
                 self.candidates.append(_Candidate(case, measured, judge, staged))
                 self.task.best.seconds = min(self.task.best.seconds, staged.step_s)
-            else:
+            elif not fits:
                 self.least.append((max(peaks), peaks.index(max(peaks)), case))
             if fits and not any(
                 fit.extra_s and peak < case.budget_bytes * (1 - CLOSE) for fit, peak in zip(staged.fits, peaks)
             ):
                 return
             judge, staged = self._again(judge, staged, peaks)
+            known = self._excess.setdefault((case, judge.table.order), {})
+            for ends, excess in judge.table.excess_bytes.items():
+                known[ends] = min(excess, known.get(ends, excess))
 
     def _again(self, judge: Judge, staged: Staged, peaks: Sequence[int]) -> tuple[Judge, Staged | None]:
         """Make the table learn peaks, and choose anew."""
-        _learn(judge.table, staged, peaks)
+        learn(judge.table, staged, peaks)
         judge = Judge(judge.table, judge.budget_bytes, judge.fixed)
         return judge, self._chosen(judge, [staged.cuts])
 
@@ -508,11 +527,11 @@ class _Search:
     def _peaks(self, case: Case, measured: Measured, table: Table, staged: Staged) -> list[int]:
         decisions, begins = self._decided(measured, table, staged)
         schedule, pieces = table.schedule(staged.in_flight), cut(case.task.program, begins)
-        num_known = len(measured.added)
+        num_known = len(measured.runs)
         stages = [pieces[stage :: case.num_stages] for stage in range(case.num_stages)]
-        found = stages_by_action(case.place, stages, decisions, schedule, measured.added)
+        found = simulate_stages(case.place, stages, decisions, schedule, measured.runs, in_full=False)
         num_ops = _ops_a_unit(case) * len(case.outline.regions) / case.num_stages
-        self._count(_RUN_OP_S * _RUNS_OF_STAGE * num_ops * (len(measured.added) - num_known))
+        self._count(_RUN_OP_S * _RUNS_OF_STAGE * num_ops * (len(measured.runs) - num_known))
         return [simulation.peak_bytes for simulation in found]
 
     def _decided(self, measured: Measured, table: Table, staged: Staged) -> tuple[Decisions, tuple[str, ...]]:
@@ -524,7 +543,7 @@ class _Search:
         stages = cut(case.task.program, begins)
         hops = hops_of(case.cluster, case.num_stages)
         schedule = table.schedule(staged.in_flight)
-        priced = price_stages(case.place, stages, decisions, schedule, hops, measured.simulations, measured.added)
+        priced = price_stages(case.place, stages, decisions, schedule, hops, measured.runs)
         return StagedAnswer(case.cluster, begins, schedule, decisions, priced)
 
     def found(self) -> Found | None:
@@ -576,7 +595,7 @@ def _ops_a_unit(case: Case) -> float:
     return len(case.task.program.ops) / len(case.outline.regions)
 
 
-def _learn(table: Table, staged: Staged, peaks: Sequence[int]) -> None:
+def learn(table: Table, staged: Staged, peaks: Sequence[int]) -> None:
     """Make the table learn by how much peaks exceed their estimates: for stages with the same ends, the largest excess."""
     more = dict[tuple[bool, bool], tuple[float, Spans]]()
     for spans, fit, peak in zip(table.stages(staged.cuts), staged.fits, peaks):

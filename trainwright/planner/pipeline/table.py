@@ -159,6 +159,15 @@ class Table:
             self, hops=hops, virtual=virtual, splits_backward=splits_backward, excess_bytes={}, _fits={}, _frontiers={}
         )  # fmt: skip
 
+    def exceeding(self, excess_bytes: dict[tuple[bool, bool], float]) -> Table:
+        """Return a table of the same units that has learned this excess."""
+        return replace(self, excess_bytes=excess_bytes, _fits={})
+
+    @property
+    def order(self) -> tuple[int, bool]:
+        """Return in which order stages work, but for the depth: pieces a stage, and whether the backward is split."""
+        return self.virtual, self.splits_backward
+
     def schedule(self, in_flight: Sequence[int]) -> Schedule:
         return Schedule(self.num_micro_batches, tuple(in_flight), self.virtual, self.splits_backward)
 
@@ -398,7 +407,7 @@ class Table:
         found = []
         for piece, ((first, stop), own) in enumerate(zip(self.spans(cuts), levels)):
             units, is_last = self.units[first:stop], stop == len(self.units)
-            more_forward_s, more_backward_s = self._more_s(units, own)
+            more_forward_s, more_backward_s = self.more_s(units, own)
             behind = None if is_last else self.units[stop]
             before = held[piece % self.num_stages]
             new = self.params_of(((first, stop),)) - before
@@ -417,7 +426,7 @@ class Table:
             )
         return found
 
-    def _more_s(self, units: Sequence[Unit], levels: Sequence[int]) -> tuple[float, float]:
+    def more_s(self, units: Sequence[Unit], levels: Sequence[int]) -> tuple[float, float]:
         """Return what a piece's levels add to its forward, and to its backward."""
         chosen = [self.levels[unit.kind][level] for unit, level in zip(units, levels)]
         rerun_s = sum(level.rerun_s for level in chosen)
