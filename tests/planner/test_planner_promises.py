@@ -62,7 +62,7 @@ def test_asking_again_with_the_budget_that_is_named_succeeds(name: str, share: f
 def test_a_budget_that_was_not_tried_is_an_estimate(monkeypatch) -> None:
     monkeypatch.setattr("trainwright.planner.refusals._ATTEMPTS", 0)
     said = refusal_of("gpt2-tiny", 400_000)
-    assert re.search(r"at least about [\d.]+ MiB is needed, .* \(an estimate\)", said)
+    assert re.search(r"at least about [\d.]+ [KM]iB is needed, .* \(an estimate\)", said)
 
 
 def test_a_smaller_batch_is_suggested_where_it_is_clear_what_the_batch_is() -> None:

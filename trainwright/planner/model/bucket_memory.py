@@ -24,7 +24,7 @@ from ..problem.problem import Problem, Use, Want
 from .joined import travel_of
 from .milp import MIB, Model, Terms
 from .recompute import Recompute
-from .sharding import Sharding
+from .sharding import Sharding, has_one_want
 from .tied import Place
 
 AHEAD = "what is gathered a region ahead"
@@ -37,6 +37,8 @@ class _Part:
     use: Use
     column: int
     mib: float
+    rest_mib: float = 0.0
+    """What of its gradient comes to rest when the region's backward ends."""
     is_small: bool = True
     """True if the gradient shares a buffer with others."""
 
@@ -72,7 +74,7 @@ class BucketMemory:
         for tied in sharding.tied:
             for (source, native, want), column in sharding.shared.items():
                 if source is tied.source and native == want[0] and source.tensor.requires_grad:
-                    self._add_back(tied.uses[0], native, want, column)
+                    self._add_back(tied.uses[0], native, want, column, 0.0)
         for (use, _, want), column in recompute.convert.items():
             if use.source.is_param:
                 size = problem.costs.block_bytes(use.source.tensor, want[0]) / MIB
@@ -85,13 +87,14 @@ class BucketMemory:
             size = self.problem.costs.block_bytes(tensor, want[0]) / MIB
             self._gathers[use.region_class].append(_Part(use, column, size))
         if use.tensor.requires_grad:
-            self._add_back(use, native, want, column)
+            rest = self.problem.costs.block_bytes(tensor, native) if has_one_want(use) else 0
+            self._add_back(use, native, want, column, rest / MIB)
 
-    def _add_back(self, use: Use, native: Layout, want: Want, column: int) -> None:
+    def _add_back(self, use: Use, native: Layout, want: Want, column: int, rest_mib: float) -> None:
         travel = travel_of(self.problem, use, native, want)
         if travel.reduction_key is None:
             return
-        part = _Part(use, column, travel.num_bytes / MIB, not travel.fills_buffer)
+        part = _Part(use, column, travel.num_bytes / MIB, rest_mib, not travel.fills_buffer)
         if part.is_small:
             self._carried.add(column)
         if travel.is_whole_sum:
@@ -138,6 +141,10 @@ class BucketMemory:
             # gathered where this region's own reruns begin: only blocks alike are taken to have some
             terms += self._again[region_class]
         return terms
+
+    def coming_to_rest(self, region_class: RegionClass) -> Terms:
+        """Return the terms of a region's gradients at rest which are not there before its backward ends: they are scattered then."""
+        return [(part.column, part.rest_mib) for part in self._scattered[region_class]]
 
     def _of_region(self, region_class: RegionClass, position: int) -> Terms:
         parts = self._scattered[region_class]

@@ -94,6 +94,8 @@ class _Builder:
                 momentary = self._momentary(decision)
                 if decision is decisions[-1]:
                     momentary += self._rerunning(decisions)
+                if decision is decisions[0] and (scattered := self._coming_to_rest(region_class)):
+                    momentary.append(scattered)
                 held = self._largest("what a group's backward holds for a moment", momentary)
                 for member in {0, region_class.multiplicity - 1}:
                     terms = self._row(region_class, member, decision)
@@ -258,16 +260,20 @@ class _Builder:
     def _param_gradients(self, region: int, position: int) -> Terms:
         """Return the terms of the gradients, at rest, that are there while the backward of a group runs.
 
-        Those that it makes itself are among what it holds for a moment. In buckets, a region's gradients come to rest together.
+        Those that it makes itself are among what it holds for a moment. In buckets, a region's gradients come to rest together,
+        those that are scattered when its backward ends.
         """
         here = (region, -1) if self.sharding.joined.in_buckets else (region, position)
-        terms: Terms = []
+        terms = [(column, -size) for column, size in self._coming_to_rest(self.problem.program.regions[region].region_class)]
         for decision in self.problem.params:
             if decision.tied[0].requires_grad and self.gradients_add_up_to_all:
                 num = min(decision.count, sum(place > here for place in self.gradient_places[decision]))
                 if num:
                     terms += [(c, num * s) for c, s in self._option_terms(decision, decision.rest_bytes)]
         return terms
+
+    def _coming_to_rest(self, region_class: RegionClass) -> Terms:
+        return self.changes.buckets.coming_to_rest(region_class) if self.gradients_add_up_to_all else []
 
     def _params(self, size) -> Terms:
         return [
