@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, Required, TypedDict
 
 from .arguments import as_chosen, as_cluster, as_dtype_name, as_imbalance, as_mesh, as_pins, as_share, check_model
@@ -184,7 +185,7 @@ class PlanRequest:
         """Return the same step with its loss in chunks, of which none is captured before it is asked for."""
         from .planner import ChunkedLoss
 
-        return ChunkedLoss(lambda: self._programs(micro_batches, None), is_free)
+        return ChunkedLoss(partial(self._programs, micro_batches), is_free)
 
     def _programs(self, micro_batches: int | str, loss_chunks: int | None) -> tuple[Program, Variants | None]:
         """Return the program of `micro_batches`, and those of other numbers where the number is to be chosen."""

@@ -182,7 +182,7 @@ def test_every_verb_is_in_the_help_with_a_sentence(capsys: pytest.CaptureFixture
         (["plan", "zoo:gpt2-tiny", "--hardware", "cpu:2", "--memory", "lots"], "40GiB"),
         (["check", "missing.json"], "missing.json"),
         (["train", "zoo:gpt2-tiny", "--plan", "missing.json"], "missing.json"),
-        (["train", "zoo:gpt2-tiny", "--plan", "missing.json", "--resume"], "--checkpoint"),
+        (["train", "zoo:gpt2-tiny", "--plan", "missing.json", "--resume"], "a plan file is needed"),
         (["demo", "--data", "missing.txt"], "missing.txt"),
     ],
 )

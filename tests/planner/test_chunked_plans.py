@@ -14,6 +14,7 @@ from trainwright.artifacts import Plan, UserError
 from trainwright.models import zoo
 from trainwright.planner.budget import budget_for
 from trainwright.planner.task import Task
+from trainwright.program.micro_batches import capture_step
 from trainwright.request import PlanRequest
 
 
@@ -36,6 +37,16 @@ def least(chunks: int | str) -> int:
     found = place.solver.smallest(replace(place.settings("joint"), budget_bytes=None))
     assert found is not None
     return budget_for(found.simulation.peak_bytes, task.divisor)
+
+
+def test_a_chunk_of_a_micro_batch_has_as_many_rows() -> None:
+    model, batch = loaded()
+    chunks = {
+        num: capture_step(model, batch, None, None, num, loss_chunks=None).captured.loss_chunks for num in (1, 2, 4)
+    }
+    assert chunks == {1: 8, 2: 4, 4: 2}
+    with_as_many = capture_step(model, batch, None, None, 4, loss_chunks=8)
+    assert with_as_many.captured.loss_chunks == 8  # as asked
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..artifacts import UserError
+from ..capture.passes.chunked_loss import MOST_CHUNKS
 from ..program.program import Program
 from .task import Task
 
@@ -55,16 +56,27 @@ class Variants:
 class ChunkedLoss:
     """The same step with its loss in chunks, captured when it is first asked for."""
 
-    program_of: Callable[[], tuple[Program, Variants | None]]
+    program_of: Callable[[int | None], tuple[Program, Variants | None]]
+    """Captures the step with its loss in so many chunks; None: as many as suit its head (`chunk_losses`)."""
     is_free: bool
     """True if the loss may be taken in chunks even where whole logits fit."""
+    num_chunks: int | None = None
     _made: tuple[Program, Variants | None] | None = None
 
     def task(self, task: Task) -> Task | None:
-        """Return `task` with its loss in chunks; None where the step has no loss that can be taken so."""
+        """Return `task` with its loss in chunks; None where the step has no loss that can be taken so.
+
+        Where that does not fit either, it may be asked of the task that is returned, with more chunks of each micro-batch.
+        """
         try:
-            self._made = self._made or self.program_of()
+            self._made = self._made or self.program_of(self.num_chunks)
         except UserError:
             return None
         program, variants = self._made
-        return replace(task, program=program, variants=variants, chunked=None)
+        return replace(task, program=program, variants=variants, chunked=self._finer(program, variants))
+
+    def _finer(self, program: Program, variants: Variants | None) -> ChunkedLoss | None:
+        """Return the same with as many chunks of a micro-batch as suit the whole batch; None where there is nothing finer."""
+        if self.num_chunks is not None or (variants is None and program.num_runs == 1):
+            return None
+        return ChunkedLoss(self.program_of, False, min(MOST_CHUNKS, program.num_runs * program.captured.loss_chunks))

@@ -97,9 +97,10 @@ def capture_step(
     part = cached_capture(
         model, split_entries(batch, num), loss_fn, autocast=autocast, name=step_name(name_on(batch), num)
     )
-    part = _chunked(part, loss_chunks)
+    part = _chunked(part, loss_chunks, num)
     if corrections is None:
-        whole = whole or capture_step(model, batch, loss_fn, autocast, loss_chunks=loss_chunks)
+        if whole is None or whole.captured.loss_chunks != part.loss_chunks:
+            whole = capture_step(model, batch, loss_fn, autocast, loss_chunks=part.loss_chunks)
         corrections = find_corrections(whole, build_program(part), num)
     return as_runs(part, num, corrections)
 
@@ -111,12 +112,12 @@ def stored_step(
     found = capture_named(str(step_name(name, num)), autocast)
     if found is None:
         return None
-    found = _chunked(found, loss_chunks)
+    found = _chunked(found, loss_chunks, num)
     return build_program(found) if num == 1 else as_runs(found, num, corrections)
 
 
-def _chunked(found: Captured, loss_chunks: int | None) -> Captured:
-    return found if loss_chunks == 0 else chunk_losses(found, loss_chunks)
+def _chunked(found: Captured, loss_chunks: int | None, num: int = 1) -> Captured:
+    return found if loss_chunks == 0 else chunk_losses(found, loss_chunks, num)
 
 
 def find_corrections(whole: Program, part: Program, num: int) -> Corrections:

@@ -22,10 +22,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
 from ..artifacts import UserError
 from .offload import OffloadStore
+from .step_hooks import before_each_step
 
 _ALIGNMENT = 64
 """The alignment in bytes of each state within a buffer, which suits every dtype."""
@@ -94,14 +95,7 @@ class StateOffload:
         self.store, self.params = store, frozenset(params)
         self._held: weakref.WeakKeyDictionary[Optimizer, _Held] = weakref.WeakKeyDictionary()
         self._is_stepping = False
-        own = weakref.ref(self)
-
-        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-            offload = own()
-            return None if offload is None else offload._before_step(optimizer, args, kwargs)
-
-        self._hook = register_optimizer_step_pre_hook(before_step)
-        weakref.finalize(self, self._hook.remove)
+        self._hook = before_each_step(self._before_step)
 
     def close(self) -> None:
         """Stop offloading: optimizers step as usual from here on."""

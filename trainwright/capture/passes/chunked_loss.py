@@ -20,15 +20,16 @@ from ...ops.linear_loss import NAME, linear_cross_entropy
 from ..export import Captured
 from .common import aten, bound, calls, is_call, shape, value
 
-MOST_CHUNKS = 64
+LEAST_CHUNKS, MOST_CHUNKS = 2, 64
 """Beyond, a chunk's products are small, and each collective of split classes sends little."""
 
 
-def chunk_losses(captured: Captured, num_chunks: int | None = None) -> Captured:
+def chunk_losses(captured: Captured, num_chunks: int | None = None, micro_batches: int = 1) -> Captured:
     """Rewrite the cross-entropies of linear maps in the graph of `captured`, in place, and return it.
 
-    num_chunks: into how many chunks each rank cuts its rows; None: so many that a chunk's logits take about what all its rows'
-    hidden states take (classes / features, as a power of two). `UserError` where there is no such loss.
+    num_chunks: into how many chunks each rank cuts its rows; None: so many that a chunk's logits take about what all the batch's
+    hidden states take (classes / features, as a power of two). Of one of several `micro_batches`, whose rows are fewer, chunks of
+    as many rows: smaller products would read their weight more often than they compute. `UserError` where there is no such loss.
     """
     found = [_match(loss) for loss in calls(captured.graph, "cross_entropy_loss")]
     heads = [head for head in found if isinstance(head, _Head)]
@@ -37,7 +38,7 @@ def chunk_losses(captured: Captured, num_chunks: int | None = None) -> Captured:
         raise UserError(
             f"a linear head with the cross-entropy of its logits is needed for a loss in chunks; {why}; leave --loss-chunks out"
         )
-    num = max(map(_fitting, heads)) if num_chunks is None else num_chunks
+    num = max(LEAST_CHUNKS, max(map(_fitting, heads)) // micro_batches) if num_chunks is None else num_chunks
     for head in heads:
         _fuse(captured.graph, head, num)
     captured.graph.lint()

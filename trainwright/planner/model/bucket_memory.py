@@ -143,7 +143,7 @@ class BucketMemory:
         return terms
 
     def coming_to_rest(self, region_class: RegionClass) -> Terms:
-        """Return the terms of a region's gradients at rest which are not there before its backward ends: they are scattered then."""
+        """Return the terms of a region's gradients at rest that come when its backward ends: they are scattered then."""
         return [(part.column, part.rest_mib) for part in self._scattered[region_class]]
 
     def _of_region(self, region_class: RegionClass, position: int) -> Terms:

@@ -7,9 +7,10 @@
                   micro-batches of all parameters, and those are static; where parameters rest on disks, of updates under way;
                   sums that wait for another reader (`tied`)
     in flight     what is offloaded on its way out, or on its way back before it is asked for (`offload`)
-    changing      the most that bringing a gradient of the group's operands back holds
-    rerunning     what a call that is run again reads and makes and nobody keeps, with what its kernels take: at the
-                  beginning of a region's backward, in place of what its last group's own backward holds
+    a moment's    the largest of: the incoming gradients, the gradients that are made and the kernels' scratch memory; the
+                  gradients that were made and the most that bringing one of them back holds; at the beginning of a region's
+                  backward, what a call that is run again reads and makes and nobody keeps, with what its kernels take; at
+                  its end, in buckets, the gradients that come to rest
     update        static, all parameters' gradients, what the caller holds, the optimizer's own temporaries, and the
                   offloaded states that have come back (`offload_states`)
 
@@ -20,6 +21,7 @@ row stays short.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -36,6 +38,8 @@ from .recompute import Recompute
 from .sharding import Sharding
 from .tied import Place
 from .working_set import Item, find_items
+
+MOST_MIB = 2.0**30
 
 
 @dataclass(eq=False)
@@ -64,8 +68,9 @@ def add_memory(model: Model, problem: Problem, sharding: Sharding, recompute: Re
 
 
 def set_budget(model: Model, memory: Memory, budget_bytes: float) -> None:
-    """Hold the peak under another budget."""
-    model.upper[memory.peak] = budget_bytes / MIB - memory.static_mib
+    """Hold the peak under another budget; one that no device has is none, since HiGHS finds nothing beside such a number."""
+    limit = budget_bytes / MIB - memory.static_mib
+    model.upper[memory.peak] = limit if limit < MOST_MIB else math.inf
 
 
 class _Builder:
@@ -264,7 +269,9 @@ class _Builder:
         those that are scattered when its backward ends.
         """
         here = (region, -1) if self.sharding.joined.in_buckets else (region, position)
-        terms = [(column, -size) for column, size in self._coming_to_rest(self.problem.program.regions[region].region_class)]
+        terms = [
+            (column, -size) for column, size in self._coming_to_rest(self.problem.program.regions[region].region_class)
+        ]
         for decision in self.problem.params:
             if decision.tied[0].requires_grad and self.gradients_add_up_to_all:
                 num = min(decision.count, sum(place > here for place in self.gradient_places[decision]))

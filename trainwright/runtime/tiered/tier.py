@@ -22,11 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
 from ...artifacts import Plan, UserError
 from ...rank.execute import Executor
 from ...rank.offload_states import check_updates_alone, with_groups
+from ...rank.step_hooks import before_each_step
 from ...tiers import DIRECTIONS, Layer, MemoryStore, Moved, StepTraffic, TierStore, now, placed, traffic
 from ..regions import Region
 from .gone import gone_like
@@ -230,16 +231,7 @@ class Tier:
         if not options.resume:
             self._reserve(trained)
             self.commit()  # so that the first step, too, can be taken back
-        own = weakref.ref(self)
-
-        def before_step(stepped: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            tier = own()
-            if tier is None or stepped is not optimizer:
-                return None
-            return tier._step_of(optimizer, args, kwargs)
-
-        hook = register_optimizer_step_pre_hook(before_step)
-        weakref.finalize(self, hook.remove)
+        before_each_step(self._step_of)
 
     def _reserve(self, trained: list[Parked]) -> None:
         """Reserve space, before the training, for states, and for gradients that wait; the host has none for what stays."""
@@ -403,7 +395,12 @@ class Tier:
         return self.updates
 
     def _step_of(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Finish the updates instead of running the optimizer's step; return arguments with which that step does nothing."""
+        """Finish the updates instead of running the optimizer's step; return arguments with which that step does nothing.
+
+        Other optimizers step as usual.
+        """
+        if self.updates is None or self.updates.optimizer is not optimizer:
+            return None
         if len(args) > 1 or kwargs:
             raise UserError("a step without a closure is needed with a tier; got one; run the backward before the step")
         self.finish()
