@@ -431,7 +431,7 @@ class Oracle:
         return total
 
     def _momentary_bytes(self, fate: Fate, decision: Decision) -> float:
-        """What the kernels hold, or the gradients that they made while they change; in a region's first backward, its reruns."""
+        """The most that kernels, changes of their gradients' layouts, or the reruns before them hold."""
         option = self.options[decision]
         moments = [decision.transient_bytes[option]]
         moments.append(decision.made_bytes[option] + self._brought_back_bytes(decision))

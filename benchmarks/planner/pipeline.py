@@ -125,13 +125,13 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def recorded(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def recorded(rows: list[dict[str, Any]], path: Path = ROWS) -> list[dict[str, Any]]:
     """Write `rows` in the place of those of the same cells; return all that are recorded, in order."""
-    known = [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
+    known = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     cells = {(row["model"], row["cluster"], row["share"]): row for row in [*known, *rows]}
     order = [(name, hardware, share) for name in MODELS for hardware in CLUSTERS for share in SHARES]
     found = [cells[cell] for cell in order if cell in cells]
-    ROWS.write_text("".join(json.dumps(row) + "\n" for row in found))
+    path.write_text("".join(json.dumps(row) + "\n" for row in found))
     return found
 
 

@@ -1,4 +1,4 @@
-"""What stages with layouts of their own could gain over one choice of layouts for all stages: an upper bound, cell by cell.
+"""Bounds what stages with layouts of their own could gain over one choice of layouts for all stages, cell by cell.
 
     python -m benchmarks.planner.pipeline_layouts [MODEL …] [--clusters NAME …] [--shares SHARE …] [--record]
 
@@ -31,7 +31,6 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import trainwright as tw
@@ -48,7 +47,7 @@ from trainwright.planner.task import Task
 from trainwright.program.stages import cut
 from trainwright.request import PlanRequest
 
-from .pipeline import CLUSTERS, MODELS, SHARES, question
+from .pipeline import CLUSTERS, MODELS, SHARES, question, recorded
 from .pipeline import ROWS as CELLS
 
 ROWS = CELLS.with_name("planner-pipeline-layouts.jsonl")
@@ -340,16 +339,6 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def recorded(rows: Sequence[dict[str, Any]], path: Path = ROWS) -> list[dict[str, Any]]:
-    """Write `rows` in the place of those of the same cells; return all that are recorded, in the order of the cells."""
-    known = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    cells = {(row["model"], row["cluster"], row["share"]): row for row in [*known, *rows]}
-    order = list(itertools.product(MODELS, CLUSTERS))
-    found = sorted(cells.values(), key=lambda row: (order.index((row["model"], row["cluster"])), -row["share"]))
-    path.write_text("".join(json.dumps(row) + "\n" for row in found))
-    return found
-
-
 def write(rows: Sequence[dict[str, Any]]) -> None:
     """Write the record."""
     gains = [1 - row["each"] / one_s for row in rows if row["each"] is not None and (one_s := _one_s(row)) is not None]
@@ -379,7 +368,7 @@ def main() -> None:
                 rows.append(cell(name, own["cluster"], own, model, batch))
                 print(json.dumps(rows[-1]), flush=True)
                 if given.record:
-                    write(recorded(rows))
+                    write(recorded(rows, ROWS))
     print(table(rows))
 
 

@@ -13,7 +13,7 @@ from .rows import Row
 from .sharded import checkpoint, hardware_of, meshes
 
 _TRITON = 1 / (1.3 * 2.5) ** 0.5
-"""Of flash-attn 2's rate, what the kernel in Triton reaches: 1.3 to 2.5 times less (arXiv:2307.08691)."""
+"""The share of flash-attn 2's rate that the kernel in Triton reaches: 1.3 to 2.5 times less (arXiv:2307.08691)."""
 
 
 class MptBlock(nn.Module):

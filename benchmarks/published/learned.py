@@ -1,4 +1,4 @@
-"""What `calibrate --learn` makes of the published rows: factors learned from some runs, held against the steps of others."""
+"""Holds factors that `calibrate --learn` learns from some published rows against the steps of others."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def _summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class Offloaded(saved_tensors_hooks):
-    """What the model keeps waits on the host (training/_activation_offloading.py); of the last few saved, the big ones stay.
+    """Saved activations wait on the host (training/_activation_offloading.py); of the last few saved, the big ones stay.
 
     All that is saved is counted, parameters and small tensors too, of which none goes away.
     """

@@ -1,18 +1,23 @@
-"""What a region's backward releases: behind a backward nothing stays that only reruns needed."""
+"""Behind a backward nothing stays that only reruns needed, and a second backward is refused."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
+import torch
 
+import trainwright as tw
 from tests.builders import make_optimizer, tiny_program
 from tests.plans import random_decisions
+from tests.tier_cases import gpt2, module_of
 from trainwright.artifacts import UserError
 from trainwright.planner.costs.simulate import simulate
 from trainwright.profiler.tracker import MemoryTracker
-from trainwright.rank.region_memory import RegionMemory
+from trainwright.rank import step_hooks
+from trainwright.rank.step_hooks import before_each_step
 
 RANDOM_STATES = 64
 """The bytes of the generators' states that reruns of dropout begin from, kept with the loss."""
@@ -44,7 +49,31 @@ def test_what_a_rerun_starts_from_goes_with_it(name: str, seed: int, monkeypatch
 
 
 def test_a_second_backward_of_one_forward_is_refused() -> None:
-    memory = RegionMemory(None, None, None)  # type: ignore[arg-type]
-    memory.is_rederived = True
+    loaded = gpt2()
+    plan = tw.plan(loaded.model, loaded.batch, hardware="cpu:1", memory="1.4MiB")
+    assert plan.predicted.recompute_s > 0
+    module, _ = module_of(plan, None)
+    loss = module(**plan.shard_batch(loaded.batch)).loss
+    loss.backward(retain_graph=True)
     with pytest.raises(UserError, match="run the forward again, or plan with more memory"):
-        memory._rederive()
+        loss.backward()
+
+
+def test_an_owner_may_go_while_torch_goes_through_hooks() -> None:
+    """The garbage collector may run anywhere, so a hook whose owner is gone stays until the next one is made."""
+
+    class Owner:
+        def step(self, *_: Any) -> None:
+            owners.clear()  # the last of them among the hooks that are gone through
+
+    weight = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.SGD([weight])
+    owners = [Owner(), Owner()]
+    for owner in owners:
+        before_each_step(owner.step)
+    del owner
+    optimizer.step()
+    assert len(step_hooks._ownerless) == 2
+    last = Owner()
+    before_each_step(last.step).remove()
+    assert not step_hooks._ownerless

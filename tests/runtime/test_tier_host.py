@@ -11,8 +11,7 @@ import torch
 
 import trainwright as tw
 from tests.pool import Pool
-from tests.runtime.test_tier_plans import away
-from tests.runtime.test_tiered import SMALL, gpt2, module_of, run, same, take_steps, weights_of
+from tests.tier_cases import SMALL, away, gpt2, module_of, run, same, take_steps, weights_of
 from trainwright.artifacts import Cluster, Plan, Refusal, Tier, UserError
 from trainwright.hardware import resolve
 from trainwright.profiler.kernels.allocator import measure
@@ -227,23 +226,7 @@ def test_training_leaves_the_weights_where_they_can_be_read(tight: Plan) -> None
 def test_ranks_follow_one_plan(pool2: Pool) -> None:
     plan = planned("700KiB", num=2, offload="none")  # activations of the fullest rank are planned for all
     assert away(plan, "param") | away(plan, "state")
-    assert pool2.run(f"{__name__}:on_a_rank", plan=plan.to_json()) == [[True, True]] * 2
-
-
-def on_a_rank(plan: str) -> list[bool]:
-    """Train with the plan on this rank's part; is it bit-equal to memory, and are the bytes its own plan's?"""
-    parsed = Plan.parse(plan)
-    assert parsed.tier is not None
-    module, optimizer = module_of(parsed, None)
-    take_steps(module, optimizer, range(2))
-    module.tier.told()
-    take_steps(module, optimizer, range(2, 3))
-    told = module.tier.told()
-    moved = told["tier_read_bytes"] == told["tier_planned_read_bytes"] <= parsed.tier.read_bytes
-    moved &= told["tier_write_bytes"] == told["tier_planned_write_bytes"] <= parsed.tier.written_bytes
-    equal = same(weights_of(module), run(parsed.in_memory(), None, 3)[1])
-    module.tier.close()
-    return [equal, moved]
+    assert pool2.run("tests.tier_cases:follows_its_plan", plan=plan.to_json()) == [[True, True]] * 2
 
 
 def for_gpu() -> Plan:

@@ -13,7 +13,7 @@ from torch import nn
 
 import trainwright as tw
 from tests.pool import Pool
-from tests.runtime.test_tiered import SMALL
+from tests.tier_cases import SMALL
 from trainwright.artifacts import Plan, Refusal
 from trainwright.planner.costs.standing import standing_forward
 from trainwright.profiler.kernels.allocator import measure

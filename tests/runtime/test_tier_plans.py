@@ -9,7 +9,7 @@ import pytest
 
 import trainwright as tw
 from tests.pool import Pool
-from tests.runtime.test_tiered import SMALL, gpt2, module_of, run, same, take_steps, weights_of
+from tests.tier_cases import SMALL, away, gpt2, module_of, run, same, take_steps, weights_of
 from trainwright.artifacts import Plan, Refusal, UserError
 from trainwright.hardware import resolve
 from trainwright.profiler.kernels.allocator import measure
@@ -24,10 +24,6 @@ def planned(memory: str | None = None, solver: str = "joint", **policy: Any) -> 
     own = Policy(WINDOW, **policy)
     found = tw.plan(loaded.model, loaded.batch, hardware="cpu:1", memory=memory, tier=own, solver=solver)
     return Plan.parse(found.to_json())
-
-
-def away(plan: Plan, what: str) -> set[str]:
-    return {key for key, param in plan.params.items() if what in param.offloaded}
 
 
 def moves_what_is_planned(plan: Plan, folder: Path, num_steps: int = 3) -> Any:
@@ -166,24 +162,8 @@ def test_ranks_follow_one_plan(pool2: Pool, tmp_path: Path) -> None:
     loaded = gpt2()
     plan = tw.plan(loaded.model, loaded.batch, hardware="cpu:2", memory="700KiB", tier=Policy(WINDOW))
     assert away(plan, "param") | away(plan, "state")
-    found = pool2.run("tests.runtime.test_tier_plans:on_a_rank", plan=plan.to_json(), folder=str(tmp_path))
+    found = pool2.run("tests.tier_cases:follows_its_plan", plan=plan.to_json(), folder=str(tmp_path))
     assert found == [[True, True]] * 2
-
-
-def on_a_rank(plan: str, folder: str) -> list[bool]:
-    """Train with the plan on this rank's part; is it bit-equal to memory, are the bytes its own plan's, at most the fullest's?"""
-    parsed = Plan.parse(plan)
-    assert parsed.tier is not None
-    module, optimizer = module_of(parsed, TierOptions([folder], store=SMALL))
-    take_steps(module, optimizer, range(2))
-    module.tier.told()
-    take_steps(module, optimizer, range(2, 3))
-    told = module.tier.told()
-    moved = told["tier_read_bytes"] == told["tier_planned_read_bytes"] <= parsed.tier.read_bytes
-    moved &= told["tier_write_bytes"] == told["tier_planned_write_bytes"] <= parsed.tier.written_bytes
-    equal = same(weights_of(module), run(parsed.in_memory(), None, 3)[1])
-    module.tier.close()
-    return [equal, moved]
 
 
 @pytest.mark.parametrize("place", ["disk", "host"])

@@ -13,6 +13,7 @@ from torch import nn
 
 import trainwright as tw
 from tests.pool import Pool
+from tests.tier_cases import LR, SMALL, batch_of, gpt2, like, module_of, run, same, take_steps, weights_of
 from trainwright import optim
 from trainwright.artifacts import Plan, UserError
 from trainwright.rank.offload_states import check_updates_alone
@@ -21,14 +22,6 @@ from trainwright.runtime.tiered.places import check_room_for_all
 from trainwright.runtime.tiered.saving import TierSaving
 from trainwright.tiers import Fault, Policy, StoreOptions, TierFault
 from trainwright.training import made, optimizer_of
-
-SMALL = StoreOptions(chunk_bytes=16384, buffer_bytes=8 * 16384)
-LR = 1e-2
-
-
-def gpt2(**options: Any) -> Any:
-    torch.manual_seed(0)
-    return tw.load_model("zoo:gpt2-tiny", device="cpu", batch_size=4, seq_len=16, seed=0, **options)
 
 
 @pytest.fixture(scope="module")
@@ -49,53 +42,6 @@ def tight() -> Plan:
 @pytest.fixture(scope="module")
 def reference(plan: Plan) -> dict[str, torch.Tensor]:
     return run(plan, None, 4)[1]
-
-
-def module_of(plan: Plan, tier: TierOptions | None) -> tuple[Any, torch.optim.Optimizer]:
-    loaded = gpt2()
-    module = tw.parallelize(loaded.model, plan, seed=3, tier=tier).train()
-    chosen, _ = optimizer_of(plan, model=loaded.model)
-    optimizer = made(chosen, module, LR)
-    if module.tier is not None:
-        module.tier.attach(optimizer)
-    return module, optimizer
-
-
-def batch_of(step: int) -> dict[str, torch.Tensor]:
-    ids = torch.randint(0, 100, (4, 16), generator=torch.Generator().manual_seed(step))
-    return {"input_ids": ids, "labels": ids}
-
-
-def take_steps(module: Any, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        optimizer.zero_grad()
-        loss = module(**module.plan.shard_batch(like(module.plan, batch_of(step)))).loss
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def like(plan: Plan, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: batch.get(name, torch.ones(entry.shape, dtype=torch.long)) for name, entry in plan.batch.items()}
-
-
-def run(plan: Plan, tier: TierOptions | None, num_steps: int) -> tuple[list[float], dict[str, torch.Tensor], Any]:
-    module, optimizer = module_of(plan, tier)
-    losses = take_steps(module, optimizer, range(num_steps))
-    return losses, weights_of(module), module
-
-
-def weights_of(module: Any) -> dict[str, torch.Tensor]:
-    if module.tier is None:
-        return tw.full_state_dict(module)
-    with module.tier.whole():
-        return {name: value.clone() for name, value in tw.full_state_dict(module).items()}
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.parametrize(

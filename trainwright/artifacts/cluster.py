@@ -97,7 +97,7 @@ class Tier(Record):
     overlap: float = Field(default=1.0, ge=0, le=1)
     """The share of a transfer's time that a computation hides which goes on beside it."""
     commit_s: float = Field(default=0.0, ge=0)
-    """Of a disk: until a step that was written is sure to outlast the process (`fsync`, and a small file replaced)."""
+    """The seconds until a step that was written to a disk is sure to outlast the process (`fsync`, and a small file replaced)."""
 
     @model_serializer(mode="wrap")
     def _without_defaults(self, handler: Any) -> dict[str, Any]:

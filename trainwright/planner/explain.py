@@ -269,7 +269,7 @@ def _option(decision: Decision, option: int) -> tuple[str, ...]:
 
 def _bytes(problem: Problem, decision: Decision, option: int) -> int:
     if decision.group is None:
-        return decision.count * (decision.rest_bytes[option] + decision.state_bytes[option])
+        return decision.resting_bytes(option)
     total = decision.inner_bytes[option]
     for stored in problem.stored:
         if stored.source.decision is decision:

@@ -21,7 +21,7 @@ from ..export import Captured
 from .common import aten, bound, calls, is_call, shape, value
 
 LEAST_CHUNKS, MOST_CHUNKS = 2, 64
-"""Beyond, a chunk's products are small, and each collective of split classes sends little."""
+"""One chunk has whole logits. With more than the most, products are small, and each collective of split classes sends little."""
 
 
 def chunk_losses(captured: Captured, num_chunks: int | None = None, micro_batches: int = 1) -> Captured:

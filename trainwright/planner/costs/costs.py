@@ -399,20 +399,16 @@ class CostModel:
         return step_s + 2 * gather_s, step_s / num_ranks + 2 * gather_s + send_s
 
     def state_bytes(self, tensor: Tensor, layout: Layout, optimizer: OptimizerCost) -> int:
-        """Return the bytes of optimizer state that a rank keeps for a parameter; one with an owner counts as everybody's."""
+        """Return the memory of the optimizer state that a rank keeps for a parameter; one with an owner counts as everybody's."""
         own = optimizer.of(tensor.key)
         kept = whole_pieces(tensor, layout, own.reads) if own.whole_state else layout
         total = own.state_bytes(self.local_shape(tensor, kept), tensor.dtype)
         if self.device.kind != "gpu":
             return total
-        total -= self._counter_bytes(own, tensor)  # counters stay on the host
+        total -= own.state_bytes((0,), tensor.dtype)  # counters stay on the host
         one = max(1, self.local_bytes(tensor, kept))
         num, rest = divmod(total, one)
         return num * self.taken_bytes(one) + self.taken_bytes(rest)
-
-    def _counter_bytes(self, own: OptimizerCost, tensor: Tensor) -> int:
-        """Return the bytes of state that do not grow with the parameter."""
-        return own.state_bytes((0,), tensor.dtype)
 
     def leaving_state_bytes(self, tensor: Tensor, layout: Layout, optimizer: OptimizerCost) -> int:
         """Return the bytes of these that can be offloaded between updates: all but counters; 0 if they have to stay.
@@ -423,8 +419,8 @@ class CostModel:
         whole = own.whole_state and whole_pieces(tensor, layout, own.reads) != layout
         if not optimizer.updates_alone or whole:
             return 0
-        counters = 0 if self.device.kind == "gpu" else self._counter_bytes(own, tensor)
-        return max(0, self.state_bytes(tensor, layout, optimizer) - counters)
+        total, counters = (own.state_bytes(shape, tensor.dtype) for shape in (self.local_shape(tensor, layout), (0,)))
+        return max(0, total - counters)
 
     def step_bytes(self, tensor: Tensor, layout: Layout, optimizer: OptimizerCost) -> int:
         """Return the peak bytes of a parameter's update: those of the step, and of what it gathers for it."""

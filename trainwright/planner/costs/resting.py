@@ -1,4 +1,4 @@
-"""What parameters and optimizer states that rest on a tier, of disks or of the host, take: memory and seconds of a step.
+"""Counts the memory and seconds of a step whose parameters and optimizer states rest on a tier, of disks or of the host.
 
 layers      every parameter in the order in which the program first reads it, a rank's part       `tiers.Layer`
 held        values that were read and updates under way, at most                                  `tiers.held_beside`

@@ -4,6 +4,8 @@
     backward   Σ f · bytes before they are scattered   gradients that are there and wait for the end of the region's backward;
                                                        and the places in their buffer of gradients that are not there yet
                Σ f · bytes of sums that stay whole     the places in their buffer of gradients that are not there yet
+    backward   −Σ f · bytes at rest                    of gradients that are scattered when the region's backward ends; the rows
+               count them there as what comes at a moment (`coming_to_rest`)
     ahead      forward: the copies of the next region; backward: the gradients of the region before, which are in flight,
                and the copies that the next region gathers again
 
@@ -38,7 +40,7 @@ class _Part:
     column: int
     mib: float
     rest_mib: float = 0.0
-    """What of its gradient comes to rest when the region's backward ends."""
+    """The part of its gradient that comes to rest when the region's backward ends."""
     is_small: bool = True
     """True if the gradient shares a buffer with others."""
 

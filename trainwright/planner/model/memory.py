@@ -21,7 +21,6 @@ row stays short.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -38,8 +37,6 @@ from .recompute import Recompute
 from .sharding import Sharding
 from .tied import Place
 from .working_set import Item, find_items
-
-MOST_MIB = 2.0**30
 
 
 @dataclass(eq=False)
@@ -68,9 +65,8 @@ def add_memory(model: Model, problem: Problem, sharding: Sharding, recompute: Re
 
 
 def set_budget(model: Model, memory: Memory, budget_bytes: float) -> None:
-    """Hold the peak under another budget; one that no device has is none, since HiGHS finds nothing beside such a number."""
-    limit = budget_bytes / MIB - memory.static_mib
-    model.upper[memory.peak] = limit if limit < MOST_MIB else math.inf
+    """Hold the peak under another budget; of infinitely many bytes there is no bound."""
+    model.upper[memory.peak] = budget_bytes / MIB - memory.static_mib
 
 
 class _Builder:

@@ -70,8 +70,7 @@ class _Priced:
         self.num_bytes = np.zeros(self.model.num_columns)
         for decision in solver.problem.params:
             for option, column in enumerate(self.sharding.choice[decision]):
-                resting = decision.rest_bytes[option] + decision.state_bytes[option]
-                self.num_bytes[column] = decision.count * resting
+                self.num_bytes[column] = decision.resting_bytes(option)
 
     def hull(self, fastest: np.ndarray) -> list[_Point]:
         """Return layouts on the hull beside the fastest, at most `MOST_PRICED`."""
@@ -97,8 +96,7 @@ class _Priced:
     def _least_bytes(self) -> float:
         """Return the bytes at rest of the leanest layouts of each parameter by itself."""
         return sum(
-            decision.count * min(map(sum, zip(decision.rest_bytes, decision.state_bytes)))
-            for decision in self.solver.problem.params
+            min(map(decision.resting_bytes, range(len(decision.options)))) for decision in self.solver.problem.params
         )
 
     def cheapest(self, price: float) -> _Point | None:

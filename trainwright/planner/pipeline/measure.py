@@ -128,7 +128,7 @@ class Measured:
     measuring: _Measuring
     """The measurements behind the table, which can be taken further."""
     runs: dict[Any, Simulation | StageBytes] = field(default_factory=dict)
-    """What stages under these layouts were found to hold, by a key that like stages share."""
+    """The runs of stages under these layouts, in full or by action, by a key that like stages share."""
 
     def offloading(self, tier: Tier) -> Measured:
         """Return the same with further levels, at which values leave to `tier` and come back."""

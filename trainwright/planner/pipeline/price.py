@@ -85,7 +85,7 @@ def overlaps(place: Place) -> bool:
 
 
 Runs = dict[Any, Simulation | StageBytes]
-"""What stages under the same layouts were found to hold, by a key that like stages share."""
+"""Holds the runs of stages under the same layouts, in full or by action, by a key that like stages share."""
 
 
 def simulate_stages(

@@ -66,6 +66,10 @@ class Decision:
     """The bytes of optimizer states that may be offloaded; 0 where they have to stay."""
     step_bytes: list[int] = field(default_factory=list)
 
+    def resting_bytes(self, option: int) -> int:
+        """Return the bytes at rest of all instances of a parameter, with their optimizer states."""
+        return self.count * (self.rest_bytes[option] + self.state_bytes[option])
+
     def option_s(self, option: int) -> float:
         """Return the seconds of all instances, forward and backward."""
         return self.count * (self.forward_s[option] + self.backward_s[option] + sum(self.inner_comm_s[option]))

@@ -11,13 +11,11 @@ if TYPE_CHECKING:
     from .answer import Answer
     from .progress import ProgressLine
 
-UNBOUNDED = 2**60
-
 
 class Search:
     """Looks for the rows' budget whose answer just fits the true one, by what the simulations say."""
 
-    def __init__(self, budget: int, aim: float | None = None, progress: ProgressLine | None = None) -> None:
+    def __init__(self, budget: float, aim: float | None = None, progress: ProgressLine | None = None) -> None:
         self.budget, self.aim = budget, float(budget if aim is None else aim)
         self.low: float | None = None
         """The largest aim whose answer fitted."""
@@ -48,7 +46,7 @@ class Search:
         if left >= 0:
             self.low = self.aim
             self.offer(answer)
-            self.done = left <= NEAR * self.budget or self.budget == UNBOUNDED
+            self.done = left <= NEAR * self.budget
             self.aim += 0.97 * left
         else:
             self.high = self.aim

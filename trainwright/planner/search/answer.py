@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from ...program.decisions import Decisions, Overlap, wider
@@ -14,6 +14,7 @@ from ..model.milp import Model
 from ..model.outcome import Outcome
 from ..model.recompute import Recompute
 from ..model.sharding import Sharding
+from ..problem.problem import Decision
 from ..problem.recipes import Restriction
 from .effort import Effort
 from .progress import ProgressLine
@@ -109,6 +110,11 @@ class Settings:
     """Seconds that no answer beats, whatever the memory; known once the fastest one is."""
     one_solve: float = 1.0
     """The share of the time limit that one solve may take: its answer may not fit, and correcting it takes time too."""
+
+    def held_to(self, options: Mapping[Decision, int]) -> Settings:
+        """Return the question with one sharding alone allowed."""
+        allowed = {decision: frozenset([option]) for decision, option in options.items()}
+        return replace(self, restriction=replace(self.restriction, allowed=allowed))
 
     def stages(
         self,

@@ -34,7 +34,7 @@ class Fitting:
         self,
         solver: Solver,
         settings: Settings,
-        budget: int,
+        budget: float,
         aim: float | None = None,
         wider: Callable[[], float] | None = None,
     ) -> None:
@@ -182,8 +182,7 @@ class Fitting:
     def _fit(self, options: Options, own: Search, bound: float) -> None:
         """Choose what is kept with one sharding, under a budget of the rows of its own."""
         self._held.add(tuple(options.values()))
-        allowed = {decision: frozenset([option]) for decision, option in options.items()}
-        held = replace(self.settings, restriction=replace(self.settings.restriction, allowed=allowed))
+        held = self.settings.held_to(options)
         deadline = self._deadline.later(
             self.settings.deadline.part(self.effort.known_share * self.settings.time_limit_s)
         )

@@ -28,7 +28,6 @@ from ..model.recompute import Recompute, add_recompute
 from ..model.sharding import Sharding, add_sharding
 from ..problem.problem import Decision, Problem
 from ..problem.recipes import Restriction, restriction
-from .aim import UNBOUNDED
 from .answer import Answer, Infeasible, Least, Settings, Simulate, refused
 from .effort import Effort
 from .fitting import Fitting
@@ -101,7 +100,7 @@ class Solver:
         elif settings.restriction.fates or resting is not None:
             # an objective without memory knows nothing of what pins make leave or rerun, nor of what disks move anyway
             settings = replace(settings, floor_s=0.0)
-            budget = UNBOUNDED if settings.budget_bytes is None else settings.budget_bytes
+            budget = math.inf if settings.budget_bytes is None else settings.budget_bytes
             found = self.within(settings, budget)
         else:
             settings = replace(settings, floor_s=min(fastest.bound, fastest.objective))
@@ -235,13 +234,13 @@ class Solver:
         """True where the device computes while parameters are in flight."""
         return self.problem.costs.device.kind == "gpu"
 
-    def aim_of(self, options: Options, budget: int) -> float:
+    def aim_of(self, options: Options, budget: float) -> float:
         """Return the row budget of one sharding: the true one plus what the rows count too much when everything is kept."""
         choice = Choice(dict(options))
         kept = self.simulate(replace(decisions_from(self.problem, choice), overlap=self.travel_within))
         return budget + max(0.0, self._rows_peak(choice) - kept.peak_bytes)
 
-    def _first_aim(self, rows_peak: float, kept: Answer, budget: int) -> float:
+    def _first_aim(self, rows_peak: float, kept: Answer, budget: float) -> float:
         """Return the rows' budget to begin with: too large by the share that they count too much of what keeps everything.
 
         By all of that where simulations take little, which will often be too much, and lets more in.
@@ -251,7 +250,7 @@ class Solver:
         return budget + too_much * share
 
     def within(
-        self, settings: Settings, budget: int, aim: float | None = None, wider: Callable[[], float] | None = None
+        self, settings: Settings, budget: float, aim: float | None = None, wider: Callable[[], float] | None = None
     ) -> Answer | Infeasible:
         """Return the fastest answer whose simulated peak is within `budget`; see `fitting`.
 
@@ -273,7 +272,7 @@ class Solver:
         budget = settings.budget_bytes
         if isinstance(found, Outcome) or budget is None or found.answer.simulation.peak_bytes <= budget:
             return found
-        known = [self._least_by_rows(_held(settings, options)) for options in self.starts(settings)]
+        known = [self._least_by_rows(settings.held_to(options)) for options in self.starts(settings)]
         each = [found, *(least for least in known if isinstance(least, Least))]
         return min(each, key=lambda least: least.answer.simulation.peak_bytes)
 
@@ -291,7 +290,7 @@ class Solver:
         choice = read_choice(solution.values, sharding, recompute)
         # The same sharding, with no more recomputation than that budget asks for.
         set_budget(model, memory, rows_peak * 1.0001 + 1024)
-        same = _held(settings, choice.options)
+        same = settings.held_to(choice.options)
         fastest = solve_in_stages(same.stages(model, sharding, recompute, None, limit))
         if fastest.values is not None:
             # proven for this sharding alone
@@ -367,10 +366,7 @@ class Solver:
 
     def _at_rest(self, options: Mapping[Decision, int]) -> int:
         """Return the bytes of parameters and optimizer states under `options`."""
-        return sum(
-            decision.count * (decision.rest_bytes[options[decision]] + decision.state_bytes[options[decision]])
-            for decision in self.problem.params
-        )
+        return sum(decision.resting_bytes(options[decision]) for decision in self.problem.params)
 
     def _plain_with_rest(self) -> tuple[Model, Sharding, int]:
         """The model of the sharding alone, with a row of what rests in memory."""
@@ -378,7 +374,7 @@ class Solver:
             model = Model()
             sharding = add_sharding(model, self.problem, self.travel_within)
             terms = [
-                (column, decision.count * (decision.rest_bytes[option] + decision.state_bytes[option]) / MIB)
+                (column, decision.resting_bytes(option) / MIB)
                 for decision in self.problem.params
                 for option, column in enumerate(sharding.choice[decision])
             ]
@@ -407,12 +403,6 @@ def _shared_at(sharding: Sharding, choice: Choice) -> dict[int, float]:
         for (source, native, want), column in sharding.shared.items()
         if native != want[0]
     }
-
-
-def _held(settings: Settings, options: Options) -> Settings:
-    """Return the question with one sharding alone allowed."""
-    only = {decision: frozenset([option]) for decision, option in options.items()}
-    return replace(settings, restriction=replace(settings.restriction, allowed=only))
 
 
 def _loosened(given: Restriction) -> Restriction:
