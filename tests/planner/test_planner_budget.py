@@ -27,11 +27,11 @@ def planned(share: float) -> Plan:
     return make_plan(**asked)
 
 
-@pytest.mark.parametrize("share", [pytest.param(0.2, marks=pytest.mark.slow), 0.6])
-def test_a_budget_that_binds_is_used(share):
+@pytest.mark.parametrize(("share", "gap"), [pytest.param(0.2, 2e-2, marks=pytest.mark.slow), (0.6, 5e-3)])
+def test_a_budget_that_binds_is_used(share, gap):
     plan = planned(share)
     assert 0.95 * plan.budget_bytes <= plan.predicted.peak_bytes <= plan.budget_bytes
-    assert plan.solver.gap <= 5e-3
+    assert plan.solver.gap <= gap  # of all row budgets, those included that let in what does not fit
     assert plan.predicted.recompute_s > 0
 
 

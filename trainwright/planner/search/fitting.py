@@ -20,7 +20,7 @@ from ..model.milp import Solution
 from ..model.outcome import Outcome
 from .aim import Search
 from .answer import Answer, Infeasible, Settings, refused
-from .effort import NEAR
+from .effort import CLOSE, NEAR
 from .stages import Options, solve_beside, solve_in_stages
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Fitting:
     def _is_settled(self) -> bool:
         """True where no other row budget is worth a solve; it is while what did not fit was much faster than what fits."""
         search = self.search
-        if search.best is None or search.high is None or search.best.objective_s <= (1 + NEAR) * self._proven_s:
+        if search.best is None or search.high is None or search.best.objective_s <= (1 + CLOSE) * self._proven_s:
             return search.is_narrow or search.is_full
         return search.is_spent
 
