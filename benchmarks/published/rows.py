@@ -24,6 +24,7 @@ SOURCES = {
     "titan": "torchtitan", "foundry": "llm-foundry", "timm": "timm", "lambda": "lambda", "dle": "nvidia-dle",
     "litgpt": "litgpt", "torchtune": "torchtune", "hf-bert": "transformers-bert", "hf-pythia": "transformers-pythia",
     "hf-v100": "transformers-v100", "fsdpqlora": "fsdp_qlora", "tutorial": "pytorch-tutorials",
+    "thunder": "lightning-thunder", "torchao": "torchao", "nanogpt": "nanogpt",
 }  # fmt: skip
 """By the beginning of a row's id."""
 LAPTOP = "laptop"
