@@ -55,8 +55,9 @@ _CAUSES: dict[tuple[str, str], str] = {
         "torchtune-3b-lora",
         "allocated",
     ): "parameters, the table of rotations and the chunks of logits with one gradient are 8.25 GiB without LoRA, so that LoRA and "
-    "its states have 0.3 at most; at rank 64, which all stored configurations have, they take 0.5 (the table's QLoRA, 4.6 GiB, is "
-    "as far below); the configuration of the README's commit is not stored, and a smaller rank would be a fit",
+    "its states have 0.3 at most; at rank 64, which all stored configurations have, they take 0.5; the table's QLoRA, 4.6 GiB, "
+    "is as far below, and a rank of 16 would meet both; the configuration of the README's commit is not stored, so that it would "
+    "be a fit",
     (
         "fsdpqlora",
         "reserved",

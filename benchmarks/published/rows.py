@@ -56,6 +56,11 @@ class Row:
         return self.data["gpu"]["count"]
 
     @property
+    def first(self) -> dict[str, float] | None:
+        """Return what was predicted first, for a row that had been written down before."""
+        return self.data.get("first")
+
+    @property
     def setting(self) -> str:
         """Return the setting that decides the prediction, as a text: rows of one setting are predicted once."""
         keys = ("model", "dtype_scheme", "optimizer", "seq_len", "image_size", "micro_batch_per_gpu", "accumulation", "compile",
