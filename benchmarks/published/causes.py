@@ -26,11 +26,12 @@ _RATIOS: dict[tuple[str, str], str] = {
     (
         "titan-8b-1881-fsdp8",
         "titan-8b-1881-fsdp64",
-    ): "64 GPUs were bound by their network: 64 GB of gathers and reductions in a step of 1.6 s are 40 GB/s a GPU, where "
-    "NCCL's rings over 8 adapters of 400 Gbit/s a node reach 300 and more (304 at 100 MB, 435 at 1 GB over two nodes of H100s, "
-    "drmysore/nebius-h100-16gpu-benchmark), and the source's 128 GPUs of 2024-12 lose 3 %; a run's network that falls short is in "
-    "no configuration (a file of `--hardware` with its bandwidth says it). Reserved bytes are apart by 16.4 GiB, too: the "
-    "shards of parameters, gradients and states are 13.1",
+    ): "64 GPUs were bound by their network: 64 GB of gathers and reductions in a step of 1.6 s are 40 GB/s a GPU. Nodes with an "
+    "adapter of 400 Gbit/s a GPU, as the source's other tables state theirs, reach 300 and more (345 GB/s for a reduce-scatter "
+    "on 8 nodes of H100s, NVIDIA/nccl#1229), and lose 3 % on 128 GPUs (2024-12) and 1.7 % from 32 to 64 H200s (2025-06, "
+    "benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md). With a quarter of that network (`8x8xh100-96gb@800Gbit`) the row is "
+    "met to 2.5 %, and the one of 128 GPUs missed by 13: so these nodes were connected otherwise, which no configuration says. "
+    "Reserved bytes are apart by 16.4 GiB, too: the shards of parameters, gradients and states are 13.1",
     (
         "foundry-760m-s2048-8xh100",
         "foundry-760m-s2048-8xa100",
@@ -54,8 +55,9 @@ _CAUSES: dict[tuple[str, str], str] = {
         "torchtune-3b-lora",
         "allocated",
     ): "parameters, the table of rotations and the chunks of logits with one gradient are 8.25 GiB without LoRA, so that LoRA and "
-    "its states have 0.3 at most; at rank 64, which all stored configurations have, they take 0.5 (the table's QLoRA, 4.6 GiB, is "
-    "as far below); the configuration of the README's commit is not stored, and a smaller rank would be a fit",
+    "its states have 0.3 at most; at rank 64, which all stored configurations have, they take 0.5; the table's QLoRA, 4.6 GiB, "
+    "is as far below, and a rank of 16 would meet both; the configuration of the README's commit is not stored, so that it would "
+    "be a fit",
     (
         "fsdpqlora",
         "reserved",
@@ -101,6 +103,11 @@ _CAUSES: dict[tuple[str, str], str] = {
         "time",
     ): "its 72 MB of L2 hold what one kernel hands to the next; each is priced from memory",
     ("dle-rn50-amp-8a100", "time"): _DECODED,
+    (
+        "nanogpt-124m",
+        "time",
+    ): "112 ms a micro-batch with a night of torch 2.0: the source does not say whether that had a flash kernel, without which the "
+    "prediction is 108; with it, 73",
     ("hf-pythia", "time"): "a laptop's card, whose clock hangs on its power; its ratios alone are compared",
 }
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .program import NoUpdate, Program, ids
-from .rows import Row
+from .rows import TYPES_ALONE, Row
 
 _LOOP = (
     "the script's loop binds `outputs` after each forward, so one step's logits live through the next one's forward "
@@ -59,6 +59,7 @@ def _mask(model: nn.Module, row: Row) -> None:
         if hasattr(module, "attention_head_size"):
             zeros = torch.zeros(row.data["micro_batch_per_gpu"], 1, 1, row.data["seq_len"])
             module.register_buffer("hidden", zeros, persistent=False)
+            module.is_early = row.date < TYPES_ALONE
 
 
 def masked_scores(
@@ -70,9 +71,24 @@ def masked_scores(
     dropout: float = 0.0,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    scores = torch.matmul(query, key.transpose(-1, -2)) / query.shape[-1] ** 0.5
-    weights = F.softmax(scores + module.hidden, dim=-1)
+    scores = torch.matmul(query, key.transpose(-1, -2)) / query.shape[-1] ** 0.5 + module.hidden
+    weights = EarlySoftmax.apply(scores) if module.is_early else F.softmax(scores, dim=-1)
     return torch.matmul(F.dropout(weights, dropout), value).transpose(1, 2).contiguous(), None
+
+
+class EarlySoftmax(torch.autograd.Function):
+    """Softmax before torch 1.11, whose backward asked for the input, of which it read the type alone."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor) -> Tensor:
+        weights = torch.softmax(scores, -1)
+        ctx.save_for_backward(scores, weights)
+        return weights
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        scores, weights = ctx.saved_tensors
+        return torch.ops.aten._softmax_backward_data(grad, weights, -1, scores.dtype)
 
 
 def pythia(row: Row) -> Program:
@@ -149,7 +165,9 @@ def bert_large(row: Row) -> Program:
         options["autocast"] = "fp16"
     return Program(
         model, batch, "v100-16gb",
-        "Trainer of 2022: checkpointing is reentrant, gradients are zeroed (recalled); scores are masked (modeling_bert.py)",
+        "Trainer of 2022: checkpointing is reentrant, gradients are zeroed (recalled); scores are masked (modeling_bert.py); "
+        "torch's softmax of the time kept its input (found by looking for missing bytes, then recalled of derivatives.yaml, and "
+        "read in transformers' pytorch_utils.py)",
         make_optimizer=_optimizer(row),
         options=options,
     )  # fmt: skip

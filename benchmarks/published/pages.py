@@ -112,7 +112,28 @@ def as_markdown(known: Known) -> str:
     for source in dict.fromkeys(row.source for row in rows):
         lines += ["", f"## {source}", ""]
         lines += _table([row for row in rows if row.source == source], known)
-    return "\n".join([*lines, "", *_ratios(rows, known), "", *_learned(rows, known)]) + "\n"
+    return "\n".join([*lines, "", *_firsts(rows, known), "", *_ratios(rows, known), "", *_learned(rows, known)]) + "\n"
+
+
+def _firsts(rows: list[Row], known: Known) -> list[str]:
+    """Return the section of rows that stood here before anything was predicted for them, with what was predicted first."""
+    lines = [
+        "## Written before they were predicted", "",
+        "Rows of sources and scripts of which none stood here, written down with their figures before anything was predicted for "
+        "them: the error of the first prediction, and that of today, after the causes that it showed were mended.", "",
+        "| run | allocated: first | now | reserved: first | now | step: first | now |", "|---|--:|--:|--:|--:|--:|--:|",
+    ]  # fmt: skip
+    for row in rows:
+        if row.first and row.id in known:
+            first, now = dict(_of_row(row, row.first)), dict(_of_row(row, known[row.id]))
+            lines.append(
+                f"| {row.id} | "
+                + " | ".join(
+                    _percent(each[what]) for what in ("allocated", "reserved", "time") for each in (first, now)
+                )
+                + " |"
+            )
+    return lines
 
 
 def _learned(rows: list[Row], known: Known) -> list[str]:

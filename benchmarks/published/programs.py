@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import adapters, foundry, huggingface, llms, sharded, tune, vision
+from . import adapters, foundry, huggingface, llms, nanogpt, sharded, thunder, tune, vision
 from .program import CannotExpress, Program
 from .rows import Row
 
@@ -21,6 +21,9 @@ _BUILDERS: dict[str, Callable[[Row], Program]] = {
     "llm-foundry": foundry.foundry,
     "transformers-v100": huggingface.bert_large,
     "fsdp_qlora": adapters.fsdp_qlora,
+    "lightning-thunder": thunder.thunder,
+    "torchao": sharded.titan,
+    "nanogpt": nanogpt.nanogpt,
 }
 
 

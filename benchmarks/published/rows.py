@@ -24,6 +24,7 @@ SOURCES = {
     "titan": "torchtitan", "foundry": "llm-foundry", "timm": "timm", "lambda": "lambda", "dle": "nvidia-dle",
     "litgpt": "litgpt", "torchtune": "torchtune", "hf-bert": "transformers-bert", "hf-pythia": "transformers-pythia",
     "hf-v100": "transformers-v100", "fsdpqlora": "fsdp_qlora", "tutorial": "pytorch-tutorials",
+    "thunder": "lightning-thunder", "torchao": "torchao", "nanogpt": "nanogpt",
 }  # fmt: skip
 """By the beginning of a row's id."""
 LAPTOP = "laptop"
@@ -31,6 +32,8 @@ LOGITS_LET_GO, DONATED, NEW_KERNELS = "2024-06-12", "2024-12", "2025-08"
 """Since when torchtitan's loop lets go of its logits before the backward (torchtitan#391), compiled backwards write into what was
 saved for them (pytorch/pytorch#140113, described on 2024-11-08), and eager nn.RMSNorm is one kernel on GPUs
 (pytorch/pytorch#153666) and torchtitan asks for cuDNN's attention first (attention.py; the month recalled)."""
+TYPES_ALONE = "2022-03-10"
+"""Since when softmax's backward is given its input's type, not the input: torch 1.11, by transformers' pytorch_utils.py."""
 FUSED, ENDS_APART = "2025-02-25", "2025-08"
 """Since when torchtitan's AdamW is fused unless asked otherwise (torchtitan#881, described on 2025-02-24), and embedding and
 output are gathered by themselves (torchtitan#1094, rebased to be merged on 2025-07-29)."""
@@ -53,6 +56,11 @@ class Row:
     @property
     def num_gpus(self) -> int:
         return self.data["gpu"]["count"]
+
+    @property
+    def first(self) -> dict[str, float] | None:
+        """Return what was predicted first, for a row that had been written down before."""
+        return self.data.get("first")
 
     @property
     def setting(self) -> str:

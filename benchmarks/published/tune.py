@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from .adapters import LoraLinear, without_training
-from .program import CannotExpress, Program, ids
+from .program import CannotExpress, NoUpdate, Program, ids
 from .rows import Row
 from .sharded import LOSS_CHUNKS, Titan, WideNorm, checkpoint, compile_blocks, fused_adamw
 
@@ -133,7 +133,60 @@ def _adapt(model: Titan) -> None:
                 setattr(part, name, LoraLinear(getattr(part, name), _LORA_RANK))
 
 
+class LowMemory(Titan):
+    """torchtune's step of 2024-05, updated in the backward: fp32 logits, a shifted copy of them bound until it ends."""
+
+    def __init__(self, data: dict[str, Any], length: int) -> None:
+        super().__init__(data, length, WideNorm)
+        table = torch.zeros(length, data["hidden"] // data["heads"] // 2, 2, dtype=torch.float32)
+        self.register_buffer("turns", table, persistent=False)
+        for layer in self.layers.values():
+            layer.attention.turn = rotated_by_length
+        self.logits: Tensor | None = None
+        self.is_hooked = False
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        if not self.is_hooked:
+            self.is_hooked = True
+            for param in self.parameters():
+                param.register_post_accumulate_grad_hook(_update)
+        self.logits = self.output(self.before_output(tokens)).float()[..., :-1, :].contiguous().transpose(1, 2)
+        return F.cross_entropy(self.logits, labels[..., 1:].contiguous())
+
+
+def rotated_by_length(x: Tensor, table: Tensor) -> Tensor:
+    cos, sin = table[: x.shape[1]].view(1, x.shape[1], 1, x.shape[3] // 2, 2).unbind(-1)
+    first, second = x.float().reshape(*x.shape[:-1], -1, 2).unbind(-1)
+    return torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(3).type_as(x)
+
+
+def _update(param: Tensor) -> None:
+    """Update in place by states in paged memory, which torch does not count, and drop the gradient."""
+    param.grad = None
+
+
+def low_memory(row: Row) -> Program:
+    data, length = row.data["model"], row.data["seq_len"]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            model = LowMemory(data, length)
+    finally:
+        torch.set_default_dtype(before)
+    checkpoint(model, row.data["activation_checkpointing"])
+    tokens = ids(row.data["micro_batch_per_gpu"], length)
+    read = (
+        "7B_full_low_memory.yaml and full_finetune_single_device.py of 2024-05 (recalled): bf16, every layer checkpointed, the "
+        "update in the backward by bitsandbytes' PagedAdamW, whose states are in managed memory that torch does not count; fp32 "
+        "logits, of which a shifted copy stays bound through the backward"
+    )
+    return Program(model, (tokens, tokens), "a100", read, None, NoUpdate)
+
+
 def torchtune(row: Row) -> Program:
+    if row.id.startswith("torchtune-l2"):
+        return low_memory(row)
     data, length, micro = row.data["model"], row.data["seq_len"], row.data["micro_batch_per_gpu"]
     if length is None:
         raise CannotExpress("samples of the length that the data has, which the source does not state")

@@ -7,6 +7,7 @@ import itertools
 import math
 import os
 import re
+from collections import defaultdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainwright.artifacts import Cluster, MeshAxis, UserError
+from trainwright.artifacts.cluster import axis_over
 from trainwright.hardware.calibrate import _fit_memory, fit_ring
 from trainwright.hardware.collectives import KINDS, terms
 
@@ -32,6 +34,7 @@ hardware = importlib.import_module("trainwright.hardware")  # the facade's verb 
         (" 8xH200 ", "8xh200", [("gpu", 8)]),
         ("2x4xa100-40gb", "2x4xa100-40gb", [("node", 2), ("gpu", 4)]),
         ("16x1xl40s", "16x1xl40s", [("node", 16), ("gpu", 1)]),
+        ("2x8xH100@100Gbit", "2x8xh100@100Gbit", [("node", 2), ("gpu", 8)]),
         ("cpu:3", "cpu:3", [("cpu", 3)]),
         ("cpu", "cpu:1", [("cpu", 1)]),
     ],
@@ -68,6 +71,9 @@ def test_every_shape_of_every_device_resolves_and_survives_json(num_nodes: int, 
         ("4xcpu", r"cpu:N, such as cpu:2"),
         ("2x2x2xh100", "hardware is needed as"),
         ("99999999xh100", "between 1 and .*got 99999999"),
+        ("8xh100@100Gbit", "a network of more than 0 Gbit/s between nodes is needed after @"),
+        ("2x8xh100@0Gbit", "a network of more than 0 Gbit/s"),
+        ("2x8xh100@100Gbps", "2x8xh100@100Gbit"),
         ("no/such/file", "cannot be read"),
         ("missing.json", "cannot be read"),
     ],
@@ -138,6 +144,60 @@ def test_a_collective_costs_what_its_ring_takes(kind: hardware.Collective, passe
         axis = MeshAxis(name="a", size=num_ranks, bandwidth_bytes_per_s=3e9, latency_s=7e-6)
         expected = simulate_ring(num_ranks, num_bytes, 7e-6, 3e9, passes)
         assert hardware.seconds(kind, axis, num_bytes) == pytest.approx(expected, rel=1e-12)
+
+
+_GROUPS = [range(32), range(0, 32, 2), range(0, 32, 4), range(0, 32, 8), range(8), range(0, 8, 2), range(16)]
+"""Groups of ranks of 4 nodes of 8, as axes of meshes have them."""
+
+
+def _loads(nodes: Cluster, sent: dict[tuple[int, int], float]) -> float:
+    """Return the seconds for which the busiest link of a device, or network of a node, is used, by bytes from rank to rank.
+
+    Of a node's network the group has the shares of its members: groups beside it use the rest.
+    """
+    network, gpu = nodes.links
+    within, leaving = [0.0] * nodes.num_devices, [0.0] * network.size
+    for (source, to), num_bytes in sent.items():
+        if source // gpu.size == to // gpu.size:
+            within[source] += num_bytes
+        else:
+            leaving[source // gpu.size] += num_bytes
+    per_node = len({source for source, _ in sent if source < gpu.size})
+    return max(max(within) / gpu.bandwidth_bytes_per_s, max(leaving) / per_node / network.bandwidth_bytes_per_s)
+
+
+@pytest.mark.parametrize("ranks", _GROUPS, ids=str)
+def test_rings_leave_a_node_by_each_of_its_members(ranks: range) -> None:
+    nodes, num_bytes = hardware.resolve("4x8xa100"), 1e9
+    axis = axis_over(nodes.links, ranks).model_copy(update={"latency_s": 0.0})
+    members = [rank for rank in ranks if rank < 8]
+    sent: dict[tuple[int, int], float] = defaultdict(float)
+    for turn in range(len(members)):  # one ring for each member of a node, which is the last there
+        order = [(rank // 8, (members.index(rank % 8) - turn - 1) % len(members), rank) for rank in ranks]
+        ring = [rank for _, _, rank in sorted(order)]
+        for place, rank in enumerate(ring):
+            sent[rank, ring[(place + 1) % len(ring)]] += num_bytes / len(members) * (len(ring) - 1) / len(ring)
+    least = _loads(nodes, sent)
+    # what leaves the node is not sent within it: where the link within binds, a ring's formula is that much too long
+    longest = least * len(members) / max(len(members) - 1, 1) if len(ranks) > len(members) else least
+    assert least * (1 - 1e-9) <= hardware.seconds("all_gather", axis, num_bytes) <= longest * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("ranks", _GROUPS, ids=str)
+def test_an_all_to_all_is_bound_by_what_leaves_the_node(ranks: range) -> None:
+    nodes, num_bytes = hardware.resolve("4x8xa100"), 1e9
+    axis = axis_over(nodes.links, ranks).model_copy(update={"latency_s": 0.0})
+    sent = {(source, to): num_bytes / len(ranks) for source in ranks for to in ranks if source != to}
+    assert hardware.seconds("all_to_all", axis, num_bytes) == pytest.approx(_loads(nodes, sent))
+
+
+def test_an_axis_over_both_links_shares_the_network_with_the_axis_between_nodes() -> None:
+    nodes = hardware.resolve("4x8xh100")
+    between, over_both = nodes.mesh((2, 16))
+    assert (between.crossed, over_both.crossed) == ("node", "node")
+    assert [axis.crossed for axis in nodes.mesh()] == ["node", "gpu"]
+    assert [axis.bandwidth_bytes_per_s / 1e9 for axis in (between, over_both)] == [45.0, 360.0]
+    assert nodes.mesh() == tuple(axis_over(nodes.links, ranks) for ranks in (range(0, 32, 8), range(8)))
 
 
 def test_an_axis_of_one_rank_costs_nothing() -> None:

@@ -288,3 +288,33 @@ def test_memory_that_others_fill_has_no_values() -> None:
             for made in (torch.empty(3, dtype=torch.long), known.new_empty(3), torch.empty_like(known)):
                 assert isinstance(made, FakeTensor) is not fills_memory
             assert torch.zeros(3).sum().item() == 0
+
+
+class UpdatedInBackward(nn.Module):
+    """Wide layers, each of which drops its gradient as soon as it is there, as a loop does that updates in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(16)])
+        self.is_hooked = False
+
+    def forward(self, x):
+        if not self.is_hooked:
+            self.is_hooked = True
+            for param in self.parameters():
+                param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
+        return self.layers(x).square().mean()
+
+
+def test_gradients_that_no_step_holds_reserve_nothing():
+    model = UpdatedInBackward()
+    found = profile(
+        model,
+        (torch.zeros(2, 2048),),
+        make_optimizer=lambda params: torch.optim.SGD(params, lr=1e-3),
+        hardware=resolve("a100"),
+    )
+    layer_bytes = 4 * 2048**2
+    assert found.param_bytes == 16 * layer_bytes
+    assert found.peak_bytes < 19 * layer_bytes
+    assert found.reserved_bytes < 20 * layer_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_serializer, model_validator
@@ -127,13 +128,58 @@ class Tier(Record):
 
 
 class MeshAxis(Record):
-    """One axis of the `DeviceMesh` of a plan."""
+    """One axis of the `DeviceMesh` of a plan, or any group of devices that exchange."""
 
     name: str
     size: int = Field(ge=1)
     bandwidth_bytes_per_s: float = Field(gt=0)
+    """What one device sends of a ring over the axis, one direction, while all do."""
     latency_s: float = Field(ge=0)
     factors: dict[str, float] = {}
+    rates: dict[str, Annotated[float, Field(gt=0)]] = {}
+    """The same of kinds of collectives that are no rings."""
+    crossed: str = ""
+    """The outermost link that the axis uses; axes of one link share it."""
+
+
+def axis_over(links: tuple[Link, ...], ranks: Collection[int], name: str | None = None) -> MeshAxis:
+    """Return the axis of a group of `ranks` among devices that fill the `links` innermost first, as all such groups use them.
+
+    A group within one node has its link. One over several nodes runs as rings, each of which leaves a node by another of its
+    members, so that the shares of the network of all members are used: the lesser of that and the link within. Each hop is as
+    late as the outermost link's. An all-to-all is no ring: a device sends over each link what goes to other groups there.
+
+    >>> links = (Link(name="node", size=2, bandwidth_bytes_per_s=1e9, latency_s=0), Link(name="gpu", size=4,
+    ...          bandwidth_bytes_per_s=3e9, latency_s=0))
+    >>> [axis_over(links, ranks).bandwidth_bytes_per_s / 1e9 for ranks in ([0, 1], [0, 4], [0, 1, 4, 5], range(8))]
+    [3.0, 1.0, 2.0, 3.0]
+    >>> axis_over(links, range(8)).rates["all_to_all"] / 1e9  # of 7 parts, 4 leave the node
+    1.75
+    """
+    crossed = [(link, here, above) for link, here, above in _levels(links, ranks) if above < here]
+    outermost = crossed[-1][0] if crossed else links[-1]
+    shares = [len(ranks) / here * link.bandwidth_bytes_per_s for link, here, _ in crossed]
+    parts = [
+        len(ranks) * (1 / above - 1 / here) / link.bandwidth_bytes_per_s for link, here, above in crossed
+    ]  # seconds for each byte that goes to one rank
+    return MeshAxis(
+        name=name or outermost.name,
+        size=len(ranks),
+        bandwidth_bytes_per_s=min(shares, default=outermost.bandwidth_bytes_per_s),
+        latency_s=outermost.latency_s,
+        factors=outermost.factors,
+        rates={"all_to_all": (len(ranks) - 1) / max(parts)} if len(crossed) > 1 else {},
+        crossed=outermost.name,
+    )
+
+
+def _levels(links: tuple[Link, ...], ranks: Collection[int]) -> Iterator[tuple[Link, int, int]]:
+    """Yield each link, innermost first, with the number of its parts that hold any of the ranks, and of the groups of them."""
+    units = set(ranks)
+    for link in reversed(links):
+        above = {unit // link.size for unit in units}
+        yield link, len(units), len(above)
+        units = above
 
 
 class Learned(Record):
@@ -190,8 +236,8 @@ class Cluster(Artifact):
     def mesh(self, shape: tuple[int, ...] | None = None) -> tuple[MeshAxis, ...]:
         """Lay a mesh of `shape` (outermost axis first) over the devices; `None`: one axis per link.
 
-        An axis that spans several links runs at the slowest of them. `UserError` when the sizes do not multiply to the
-        number of devices.
+        `axis_over` says what an axis that spans several links reaches. `UserError` when the sizes do not multiply to the number
+        of devices.
         """
         if shape is None:
             shape = tuple(link.size for link in self.links if link.size > 1) or (1,)
@@ -204,23 +250,11 @@ class Cluster(Artifact):
         names = (
             [link.name for link in self.links if link.size > 1] if as_links else [f"a{i}" for i in range(len(shape))]
         )
-        inner = self.num_devices
-        axes = []
-        for name, size in zip(names, shape):
-            outer, inner = inner, inner // size
-            spanned = [link for link, stride, span in self._strides() if stride < outer and span > inner] or [
-                self.links[-1]
-            ]
-            axes.append(
-                MeshAxis(
-                    name=name,
-                    size=size,
-                    bandwidth_bytes_per_s=min(link.bandwidth_bytes_per_s for link in spanned),
-                    latency_s=max(link.latency_s for link in spanned),
-                    factors=max(spanned, key=lambda link: link.latency_s).factors,
-                )
-            )
-        return tuple(axes)
+        strides = [math.prod(shape[place + 1 :]) for place in range(len(shape))]
+        return tuple(
+            axis_over(self.links, range(0, size * stride, stride), name)
+            for name, size, stride in zip(names, shape, strides)
+        )
 
     def of_stage(self, num_stages: int) -> Cluster:
         """Return the devices of one of `num_stages` pipeline stages, which lie over the outermost links.

@@ -6,6 +6,7 @@ With n ranks on the axis, α its latency per hop and β the bytes per second tha
     all_reduce                 2 (n − 1) α + 2 (n − 1)/n · B/β   B: bytes of the tensor, the same on every rank
     all_to_all                   (n − 1) α + (n − 1)/n · B/β     B: bytes of one rank's local tensor
 
+Over several nodes β is what `artifacts.cluster.axis_over` says: rings use the network of all members, an all-to-all a device's own.
 A ring is an upper estimate where a library uses trees for small messages over many ranks: n grows the latency term
 linearly here. A kind may take a factor of that. `calibrate` fits α, β and the factors to these same formulas, so a measured
 axis predicts what was measured.
@@ -35,7 +36,8 @@ def seconds(kind: Collective, axis: MeshAxis, num_bytes: float) -> float:
     if num_bytes < 0:
         raise ValueError(f"a collective needs a size of at least 0 bytes; got {num_bytes}")
     num_hops, fraction_sent = terms(kind, axis.size)
-    plain_s = num_hops * axis.latency_s + fraction_sent * num_bytes / axis.bandwidth_bytes_per_s
+    rate = axis.rates.get(kind, axis.bandwidth_bytes_per_s)
+    plain_s = num_hops * axis.latency_s + fraction_sent * num_bytes / rate
     return plain_s * axis.factors.get(kind, 1.0)
 
 

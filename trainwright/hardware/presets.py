@@ -18,7 +18,7 @@ from . import machine
 from .collectives import GLOO_FACTORS
 from .sheets import REORDER_BYTES_PER_CLOCK, SHEETS, UNITS, Kind, Sheet
 
-GRAMMAR = "cpu:N, [[NODESx]Nx]DEVICE such as h200, 8xh200 or 2x8xh100, or a JSON file"
+GRAMMAR = "cpu:N, [[NODESx]Nx]DEVICE[@NETWORK] such as h200, 8xh200, 2x8xh100 or 2x8xh100@100Gbit, or a JSON file"
 _TERA, _GIGA, _GIB = 1e12, 1e9, 2**30
 
 
@@ -26,19 +26,22 @@ def resolve(text: str) -> Cluster:
     """Return the cluster that `text` names.
 
     `cpu:N` is N processes on this machine; `h200`, `8xh200` and `2x8xh100` are one device, a node of 8, and 2 nodes of
-    8; anything that ends in `.json` or is a path is read as a file. Raises `UserError` for everything else.
+    8; `2x8xh100@100Gbit` has nodes of which each is connected by 100 Gbit/s, all its adapters together, in place of those of the
+    vendor's own nodes; anything that ends in `.json` or is a path is read as a file. Raises `UserError` for everything else.
 
     >>> cluster = resolve("2x8xh100")
     >>> cluster.num_devices, [link.name for link in cluster.links]
     (16, ['node', 'gpu'])
+    >>> [resolve(f"2x8xh100{network}").links[0].bandwidth_bytes_per_s / 1e9 for network in ("", "@3200Gbit", "@100Gbit")]
+    [45.0, 45.0, 1.40625]
     """
     spec = text.strip().lower()
     if match := re.fullmatch(r"cpu(?::(\d+))?", spec):
         return cpu_cluster(_positive(match[1] or "1", text))
-    match = re.fullmatch(r"(?:(?:(\d+)x)?(\d+)x)?([a-z][a-z0-9-]*)", spec)
+    match = re.fullmatch(r"(?:(?:(\d+)x)?(\d+)x)?([a-z][a-z0-9-]*)(?:@(\d+(?:\.\d+)?)gbit)?", spec)
     if match and match[3] in DEVICES:
         num_nodes = _positive(match[1], text) if match[1] else None
-        return gpu_cluster(match[3], _positive(match[2] or "1", text), num_nodes)
+        return gpu_cluster(match[3], _positive(match[2] or "1", text), num_nodes, _network(match, text))
     if spec.endswith(".json") or "/" in spec or os.path.isfile(text):
         return Cluster.from_json(text)
     raise UserError(f"hardware is needed as {GRAMMAR}; got {text!r}; {_advice(match[3] if match else spec)}")
@@ -62,20 +65,24 @@ def preset_called(name: str, memory_bytes: int) -> str:
     return min(of_form, key=lambda preset: abs(DEVICES[preset].memory_bytes - memory_bytes))
 
 
-def gpu_cluster(device: str, num_per_node: int = 1, num_nodes: int | None = None) -> Cluster:
-    """Return `num_nodes` nodes of `num_per_node` devices each; the links, hence the mesh axes, are `node` and `gpu`."""
+def gpu_cluster(
+    device: str, num_per_node: int = 1, num_nodes: int | None = None, node_gbit: float | None = None
+) -> Cluster:
+    """Return `num_nodes` nodes of `num_per_node` devices each; the links, hence the mesh axes, are `node` and `gpu`.
+
+    node_gbit: Gbit/s by which a node is connected to the others; None: as the vendor's own nodes are.
+    """
     sheet = SHEETS[device]
+    share = sheet.network if node_gbit is None else _NETWORK_FRACTION * node_gbit / 8 / num_per_node
     links = [
         Link(name="gpu", size=num_per_node, bandwidth_bytes_per_s=sheet.link * _GIGA, latency_s=sheet.link_us / 1e6)
     ]
     if num_nodes is not None:
-        network = Link(
-            name="node", size=num_nodes, bandwidth_bytes_per_s=sheet.network * _GIGA, latency_s=_NETWORK_LATENCY_S
-        )
+        network = Link(name="node", size=num_nodes, bandwidth_bytes_per_s=share * _GIGA, latency_s=_NETWORK_LATENCY_S)
         links.insert(0, network)
     counts = [str(link.size) for link in links] if any(link.size > 1 for link in links) else []
     return Cluster(
-        name="x".join([*counts, device]),
+        name="x".join([*counts, device]) + (f"@{node_gbit:g}Gbit" if node_gbit is not None else ""),
         device=DEVICES[device],
         links=tuple(links),
         offload={
@@ -127,7 +134,10 @@ def _cpu_disk(num_processes: int) -> Tier:
 
 
 _BANDWIDTH_FRACTION = 0.88
+_NETWORK_FRACTION = 0.9
 _NETWORK_LATENCY_S = 6e-6
+"""Of each hop of a ring that leaves the node. NCCL's own table (src/graph/tuning.cc, `Simple`) has 3.4 to 6 µs for hops within
+a node, by what its processor takes to post to an adapter, and 14 for the one that leaves it: 4.7 to 7 a hop in nodes of 8."""
 _HOST_LATENCY_S = 10e-6
 """A copy between device and pinned memory, from its launch to its event: a guess."""
 _GPU_LAUNCH_S = 4e-6
@@ -208,6 +218,17 @@ def _positive(digits: str, text: str) -> int:
     if not 1 <= (count := int(digits)) <= 10**6:
         raise UserError(f"{text!r} needs between 1 and a million devices; got {digits}; write it as {GRAMMAR}")
     return count
+
+
+def _network(match: re.Match[str], text: str) -> float | None:
+    """Return the Gbit/s that a name of hardware ends in."""
+    if match[4] is None:
+        return None
+    if match[1] is None or not float(match[4]):
+        raise UserError(
+            f"a network of more than 0 Gbit/s between nodes is needed after @; got {text!r}; write it as 2x8xh100@100Gbit"
+        )
+    return float(match[4])
 
 
 def _advice(name: str) -> str:

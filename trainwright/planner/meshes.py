@@ -52,10 +52,7 @@ def factorisations(size: int, ordered: bool = False) -> list[Shape]:
 
 
 def _joined(own: Shape) -> list[Shape]:
-    """Return the mesh of one axis, and for two links those with the border between them moved by a factor of two.
-
-    An axis that spans both links has the rate of the slower one.
-    """
+    """Return the mesh of one axis, and for two links those with the border between them moved by a factor of two."""
     if len(own) < 2:
         return []
     found: list[Shape] = [(math.prod(own),)]

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..artifacts import Link, MeshAxis, UserError
+from ..artifacts import UserError
 from ..hardware import collectives
 from ..torch_internals import private
 from ..torch_internals.trees import tensors_in
@@ -116,30 +116,3 @@ def _ranks(args: tuple[Any, ...]) -> list[int]:
         if isinstance(value, str) and value not in ("sum", "avg", "max", "min", "product"):
             return private.group_ranks(value)
     return list(range(dist.get_world_size()))
-
-
-def axis_for(links: tuple[Link, ...], ranks: list[int]) -> MeshAxis:
-    """Return the axis of a group of `ranks`, which fill the links innermost first.
-
-    A group within one node has its link. One over several nodes runs as rings, each of which leaves a node by another of its
-    members, so that all their shares of the network are used: the lesser of that and the link within.
-
-    >>> links = (Link(name="node", size=2, bandwidth_bytes_per_s=1e9, latency_s=0), Link(name="gpu", size=4,
-    ...          bandwidth_bytes_per_s=3e9, latency_s=0))
-    >>> [axis_for(links, ranks).bandwidth_bytes_per_s / 1e9 for ranks in ([0, 1], [0, 4], [0, 1, 4, 5], list(range(8)))]
-    [3.0, 1.0, 2.0, 3.0]
-    """
-    found, bandwidth, units = links[-1], links[-1].bandwidth_bytes_per_s, set(ranks)
-    for link in reversed(links):
-        above = {unit // link.size for unit in units}
-        if len(above) < len(units):
-            share = len(ranks) / len(units) * link.bandwidth_bytes_per_s
-            found, bandwidth = link, share if len(units) == len(ranks) else min(bandwidth, share)
-        units = above
-    return MeshAxis(
-        name=found.name,
-        size=len(ranks),
-        bandwidth_bytes_per_s=bandwidth,
-        latency_s=found.latency_s,
-        factors=found.factors,
-    )

@@ -113,7 +113,7 @@ class Run:
 
     def _rehearse(self, optimizer: torch.optim.Optimizer) -> Gradients | None:
         with self.phase("update"):
-            return rehearse_update(optimizer, self.model)
+            return rehearse_update(optimizer, self.model, self.tracker.unseen())
 
     def _report(self, optimizer: torch.optim.Optimizer) -> bool:
         """Run and report one step; return whether it left the model in the state in which it found it."""

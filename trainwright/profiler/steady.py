@@ -8,6 +8,7 @@ step. A change of a Python global, a counter say, is not noticed.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,11 +20,14 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 _SIZED = (list, dict, set, tuple)
 
 
-def rehearse_update(optimizer: torch.optim.Optimizer, model: nn.Module) -> Gradients | None:
+def rehearse_update(
+    optimizer: torch.optim.Optimizer, model: nn.Module, unseen: AbstractContextManager[Any] | None = None
+) -> Gradients | None:
     """Run one update of `optimizer` with an empty gradient for every trainable parameter of `model`, then drop the gradients.
 
-    The optimizer has its state afterwards. Returns the gradients' layouts, to compare with `gradients_of` after a real
-    backward; None when the optimizer rejects such gradients (it wants sparse ones, say), possibly half-way through its update.
+    The optimizer has its state afterwards. The gradients are made in the context `unseen`: no step has them at that time.
+    Returns their layouts, to compare with `gradients_of` after a real backward; None when the optimizer rejects such gradients
+    (it wants sparse ones, say), possibly half-way through its update.
 
     >>> layer = nn.Linear(2, 3)
     >>> optimizer = torch.optim.AdamW(layer.parameters())
@@ -34,9 +38,10 @@ def rehearse_update(optimizer: torch.optim.Optimizer, model: nn.Module) -> Gradi
     >>> gradients_of(layer) == rehearsed
     True
     """
-    for param in model.parameters():
-        if param.requires_grad:
-            param.grad = torch.empty_like(param, requires_grad=False)
+    with unseen or nullcontext():
+        for param in model.parameters():
+            if param.requires_grad:
+                param.grad = torch.empty_like(param, requires_grad=False)
     found = gradients_of(model)
     try:
         optimizer.step()

@@ -10,10 +10,11 @@ from typing import Any
 from torch import nn
 
 from ..artifacts import Device, Link, ModuleCost, OpCost, Overheads
+from ..artifacts.cluster import axis_over
 from ..hardware import collectives
 from .cost import Costs
 from .modules import block_patterns
-from .processes import Communication, axis_for, collective_of, is_prefetched, waits
+from .processes import Communication, collective_of, is_prefetched, waits
 from .tracker import op_name
 
 _MAX_OPS = 200
@@ -99,7 +100,7 @@ class Totals:
         if found is None:
             return False
         kind, num_bytes, ranks = found
-        seconds = collectives.seconds(kind, axis_for(self.links, ranks), num_bytes)
+        seconds = collectives.seconds(kind, axis_over(self.links, ranks), num_bytes)
         (self._beside.gather if is_prefetched(func) else self._beside.reduce)(self.step_s, seconds)
         self.tallies[phase, "", func].num_ops += 1
         self.op_s.append(self._took(0.0))

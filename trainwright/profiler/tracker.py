@@ -98,6 +98,7 @@ class MemoryTracker(PlainDispatchMode):
         self._storages: dict[int, _Storage] = {}
         self._by_category = dict.fromkeys(CATEGORIES, 0)
         self._ignored: set[int] = set()
+        self._is_blind = False
         self._peak_call: tuple[str, Any, str] = ("", None, "")
         self._peak_workspace = 0
         self._changes: list[tuple[str, str, int]] = []
@@ -149,6 +150,15 @@ class MemoryTracker(PlainDispatchMode):
             self.current_phase = before
             if name == "update":
                 self._move_born_in_phase("other", "optimizer")
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Count no tensor that is made inside, neither now nor later."""
+        before, self._is_blind = self._is_blind, True
+        try:
+            yield
+        finally:
+            self._is_blind = before
 
     def mark_forward_end(self) -> int:
         """Mark the end of the forward; return its `saved_bytes`, those that it allocated and that are still alive."""
@@ -316,7 +326,10 @@ class MemoryTracker(PlainDispatchMode):
             return False  # an optimizer's counters stay on the host
         for storage in _storages(tensor):
             if id(storage) not in self._storages and id(storage) not in self._ignored:
-                is_new = self._count(storage, "other")
+                if self._is_blind:
+                    self._ignore(storage)
+                else:
+                    is_new = self._count(storage, "other")
         return is_new
 
     def _count(self, storage: torch.UntypedStorage, category: str) -> bool:

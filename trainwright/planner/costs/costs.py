@@ -161,8 +161,8 @@ class CostModel:
     @cached_property
     def links(self) -> tuple[int, ...]:
         """Return, for each axis, the first axis over the same kind of link; collectives of both share that link."""
-        rates = [(axis.bandwidth_bytes_per_s, axis.latency_s) for axis in self.axes]
-        return tuple(rates.index(rate) for rate in rates)
+        crossed = [axis.crossed for axis in self.axes]
+        return tuple(crossed.index(link) for link in crossed)
 
     @cached_property
     def fakes(self) -> FakeMode:
