@@ -245,10 +245,13 @@ class Place:
         task = self.task
         task.deadline.count(_SIMULATED_OP_S * len(task.program.ops))
         target, costs = task.cluster.device.kind, self.problem.costs
-        room = partial(room_of, costs=costs, optimizer=task.optimizer_cost)
+        rests: dict[str, Any] = {}
+        if costs.resting is not None:
+            room = partial(room_of, costs=costs, optimizer=task.optimizer_cost)
+            rests = {"room_of": room, "moved": costs.resting.moved}
         return simulate(
             task.program, decisions, task.make_optimizer, target=target, timeline=timeline, num_threads=task.num_threads,
-            optimizer_cost=task.optimizer_cost, room_of=None if costs.resting is None else room,
+            optimizer_cost=task.optimizer_cost, **rests,
         )  # fmt: skip
 
     def price(self, simulation: Simulation) -> Price:
