@@ -95,8 +95,8 @@ def simulate(
     num_threads: the number of threads of the rank's CPU kernels, if known; their workspaces depend on it. optimizer_cost: the
     optimizer's declaration, by which its gathers of sharded tensors are counted, since the simulated optimizer treats one
     rank's part as whole. counts: by op, the rows of experts in a real run (`runtime.routed`); by default, the planned rows.
-    room_of: tells what a run on a tier holds at most of parameters that come, which depends on the tier's pace, and what each update
-    under way holds (`under_way`): those parameters, their states and all gradients are not counted elsewhere.
+    room_of: tells what a run on a tier holds at most of parameters that come, which depends on the tier's pace, and what each
+    update under way holds (`under_way`): those parameters, their states and all gradients are not counted elsewhere.
     moved: tells the bytes that a transfer of so many bytes off the device moves; disks under direct I/O move whole pages.
     """
     with threads(num_threads):

@@ -3,9 +3,9 @@
     backward   a gradient is complete → its update begins: gradient, states that come, what the optimizer's step takes
     room       half of the window; where the next update finds none, the oldest ones end first
 
-How far updates are at a moment depends on the tier's pace, but of two paces the slower one holds all that the faster one does: updates
-begin and end in one order. So the most that a run holds is what it holds with a tier that ends an update only when the next
-one needs its room, and that is what is simulated.
+How far updates are at a moment depends on the tier's pace, but of two paces the slower one holds all that the faster one does:
+updates begin and end in one order. So the most that a run holds is what it holds with a tier that ends an update only when
+the next one needs its room, and that is what is simulated.
 """
 
 from __future__ import annotations
