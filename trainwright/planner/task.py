@@ -91,7 +91,7 @@ class Task:
         if "host" in asked and self.cluster.device.kind == "cpu" and "host" not in self.cluster.offload:
             raise UserError(
                 "a place to offload to other than the device's own memory is needed; host is the memory of a CPU; try disk, or "
-                "declare `offload` `host` in a hardware file, where the device is to be a budget within that memory"
+                "a hardware file with `offload` `host` (calibrate), where the device is to be a budget within that memory"
             )
         if self.offload in ("host", "disk"):
             self.cluster.tier(self.offload)
