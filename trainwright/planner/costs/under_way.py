@@ -53,6 +53,7 @@ class UnderWay:
         grad, param.grad = param.grad, None
         assert grad is not None
         if self.room.is_after:
+            torch.empty_like(grad)  # in some runs it stands twice for a moment, before it goes to the tier
             self._waiting.append((param, update))
         else:
             self._begin(grad, update)
