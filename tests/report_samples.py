@@ -220,6 +220,7 @@ def plan(solver: str = "joint", step_s: float = 0.2, peak_bytes: int = 900 * MIB
             exposed_comm_s=0.3 * step_s,
             recompute_s=0.1 * step_s,
             peak_bytes=peak_bytes,
+            fits_in_bytes=peak_bytes + MIB,
             breakdown={"param": 100 * MIB, "saved": 540 * MIB},
             comm_bytes={"all_reduce": 50 * MIB},
         ),

@@ -240,7 +240,7 @@ def _device_name(device: str) -> str:
         return cpu_name()
     if not torch.cuda.is_available():
         raise UserError(
-            f"a GPU is needed for a self-check with --gpu; torch {torch.__version__} sees none here; install a build of torch "
+            f"a GPU is needed with --gpu; torch {torch.__version__} sees none here; install a build of torch "
             "for its driver, or leave --gpu out"
         )
     return str(torch.cuda.get_device_name())

@@ -140,8 +140,8 @@ def table(found: dict[str, Any]) -> str:
             f"Planned: a peak of {found['planned_peak'] / GIB:.2f} GiB, {found['kept'] / GIB:.2f} of which are what stays.",
             f"A step is planned to read {found['planned_read'] / 1e9:.3f} GB and to write {found['planned_written'] / 1e9:.3f} GB,",
             f"{found['written_a_day'] / 1e12:.2f} TB a day at this pace. The first step has no states to read.",
-            f"{found['moved'] / 1e9:.3f} GB of activations go out and back through the page cache, some without the disk: the",
-            "columns are of /proc/self/io. By the threads that move the bytes, the last step read",
+            f"{found['moved'] / 1e9:.3f} GB of these are activations. The columns are of /proc/self/io: what the system says",
+            "has reached the disk. By the threads that move the bytes, the last step read",
             f"{found['steps'][-1]['tier_read_bytes'] / found['planned_read'] - 1:+.2%} and wrote "
             f"{found['steps'][-1]['tier_write_bytes'] / found['planned_written'] - 1:+.2%} against the plan.", "",
             "step | loss | step | waited for the disk | read, GB | against plan | written, GB | against plan",
@@ -159,7 +159,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="fewer of them: with a smaller limit the same in minutes")
     parser.add_argument("--limit", type=float, default=6.0, help="GiB")
     parser.add_argument("--window", type=float, default=1.0, help="GiB")
-    parser.add_argument("--beside", type=float, default=0.55, help="GiB of the limit for what is not the plan's")
+    parser.add_argument("--beside", type=float, default=1.0, help="GiB of the limit for what is not the plan's")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--steps", type=int, default=3)

@@ -12,13 +12,18 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+import trainwright as tw
 from trainwright.artifacts import Cluster, MeshAxis, UserError
 from trainwright.artifacts.cluster import axis_over
-from trainwright.hardware.calibrate import _fit_memory, fit_ring
+from trainwright.cli.app import app
+from trainwright.hardware.calibrate import _fit_memory, fit_ring, with_host
 from trainwright.hardware.collectives import KINDS, terms
+from trainwright.tiers import Policy
 
 hardware = importlib.import_module("trainwright.hardware")  # the facade's verb has the same name
 
@@ -256,10 +261,10 @@ def test_calibrate_quick_measures_and_its_file_is_hardware(tmp_path: Path) -> No
     told: list[str] = []
     cluster = hardware.calibrate(2, quick=True, progress=told.append)
     assert told[:4] == ["matrix products", "convolutions", "memory", "kernels"]
-    *kernels, disk, collectives = told[4:]
+    *kernels, disk, host, collectives = told[4:]
     assert kernels[:1] == ["kernels, 100 measured"]
     assert kernels == [f"kernels, {100 * place} measured" for place in range(1, len(kernels) + 1)]
-    assert (disk, collectives) == ("disk", "collectives")
+    assert (disk, host, collectives) == ("disk", "host", "collectives")
     cluster.to_json(tmp_path / "here.json")
     assert hardware.resolve(str(tmp_path / "here.json")) == cluster
     assert cluster.num_devices == 2
@@ -271,12 +276,40 @@ def test_calibrate_quick_measures_and_its_file_is_hardware(tmp_path: Path) -> No
     assert all(row[-1] > 1e6 for rows in device.kernels.values() for row in rows)
     assert device.overheads.forward_s > 0
     assert cluster.tier("disk").write_bytes_per_s > 0
+    assert 1e7 < cluster.tier("host").read_bytes_per_s < 1e12
     assert set(device.flops_per_s) == {"fp64", "fp32", "bf16", "fp16"}
     assert 1e8 < device.flops_per_s["fp64"] < device.flops_per_s["fp32"] < 1e13
     assert 1e8 < device.bandwidth_bytes_per_s < 1e12
     assert 1e-7 < device.launch_s < 1e-3
     assert 1e-6 < cluster.links[0].latency_s < 0.1
     assert 1e6 < cluster.links[0].bandwidth_bytes_per_s < 1e11
+
+
+def test_a_measured_host_is_where_plans_rest() -> None:
+    """On CPUs a budget within the machine's memory, so only where it is asked for; on a GPU's preset in place of its guess."""
+    measured = with_host(hardware.resolve("cpu:1"), quick=True, device="cpu")
+    host = measured.tier("host")
+    assert 1e7 < host.write_bytes_per_s < 1e12
+    assert 1e7 < host.read_bytes_per_s < 1e12
+    assert 0 < host.latency_s < 0.1
+    assert 0 <= host.overlap <= 1
+    assert measured.tier("disk") == hardware.resolve("cpu:1").tier("disk")
+    model, batch = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(2))), (torch.ones(4, 64),)
+    asked = {"loss_fn": lambda output: output.square().mean(), "tier": Policy(40_000, 0, place="host")}
+    plan = tw.plan(model, batch, hardware=measured, **asked)
+    assert plan.tier is not None
+    assert plan.tier.host_bytes > 0
+    slower = host.model_copy(update={"read_bytes_per_s": 1e4, "write_bytes_per_s": 1e4})
+    other = tw.plan(model, batch, hardware=measured.model_copy(update={"offload": {"host": slower}}), **asked)
+    assert other.predicted.step_s > 2 * plan.predicted.step_s
+    preset = hardware.resolve("h100")
+    assert with_host(preset, quick=True, device="cpu").tier("host") != preset.tier("host")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+def test_measuring_a_gpus_copies_needs_one() -> None:
+    with pytest.raises(UserError, match="a GPU is needed with --gpu"):
+        CliRunner().invoke(app, ["calibrate", "--gpu"], catch_exceptions=False)
 
 
 def test_calibrate_needs_a_process() -> None:

@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "rank": {"rank", "program", "torch_internals", "artifacts", "ops"},
     "models": {"models", "capture", "torch_internals", "artifacts"},
     "profiler": {"profiler", "rank", "program", "capture", "torch_internals", "ops", "artifacts", "hardware"},
-    "hardware": {"hardware", "artifacts", "launch", "ops", "torch_internals"},
+    "hardware": {"hardware", "tiers", "artifacts", "launch", "ops", "torch_internals"},
     "planner": {
         "planner",
         "rank",

@@ -16,10 +16,12 @@ from trainwright.models import zoo
 from trainwright.planner import compare, make_plan
 from trainwright.planner.best_first import solve_on
 from trainwright.planner.budget import budget_for
+from trainwright.planner.plan import check
 from trainwright.planner.refusals import batch_size
 from trainwright.planner.search.answer import Answer
 from trainwright.planner.search.effort import GAP
 from trainwright.program.program import build_program
+from trainwright.reports.decisions import budget_text, least_text
 
 BUILDS = {"unet": unet.build, "gnn": gnn.build, "gpt2-tiny": lambda: zoo.build("gpt2-tiny")}
 
@@ -35,9 +37,9 @@ def peak_of(name: str, solver: str) -> int:
     return make_plan(**question(program_of(name), budget_bytes=None), solver=solver).predicted.peak_bytes
 
 
-def refusal_of(name: str, budget_bytes: int, **more) -> str:
+def refusal_of(name: str, budget_bytes: int, solver: str = "joint", **more) -> str:
     with pytest.raises(Refusal) as refused:
-        make_plan(**question(program_of(name), budget_bytes=budget_bytes, **more))
+        make_plan(**question(program_of(name), budget_bytes=budget_bytes, **more), solver=solver)
     return str(refused.value)
 
 
@@ -57,6 +59,26 @@ def test_asking_again_with_the_budget_that_is_named_succeeds(name: str, share: f
     (budget,) = re.findall(r"try a budget of ([\d.]+ \w+), .* for which there is a plan", said)
     plan = make_plan(**question(program_of(name), budget_bytes=parse_bytes(budget)))
     assert plan.predicted.peak_bytes <= parse_bytes(budget)
+
+
+def test_the_peak_alone_is_no_budget_and_what_the_report_names_is() -> None:
+    """Some of a budget is kept free, which the refusal says; the report's figure succeeds as it is printed."""
+    program, said, budget = program_of("gpt2-tiny"), "", None
+    while not said:  # another plan may hold less
+        try:
+            plan = make_plan(**question(program, budget_bytes=budget), solver="megatron")
+        except Refusal as refused:
+            said = str(refused)
+        budget = plan.predicted.peak_bytes
+    assert re.search(r"is reached; 4.00 KiB of a budget are kept for what no simulation sees", said)
+    printed = least_text(plan.predicted)
+    assert f"({printed} would do)" in budget_text(plan)
+    asked = question(program, budget_bytes=parse_bytes(printed))
+    again = make_plan(**asked, solver="megatron")
+    assert again.predicted.peak_bytes == plan.predicted.peak_bytes
+    costs = {name: asked[name] for name in ("optimizer_cost", "make_optimizer")}
+    with pytest.raises(Refusal, match=r"4.00 KiB of the budget are kept .* KiB more would do"):
+        check(again, program, plan.predicted.peak_bytes, **costs)
 
 
 def test_a_budget_that_was_not_tried_is_an_estimate(monkeypatch) -> None:

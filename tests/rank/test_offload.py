@@ -62,7 +62,7 @@ def test_the_space_of_what_came_back_is_used_again() -> None:
             run.save(item, torch.ones(item.num_elements))
         run.end_forward()
         del run, items, item
-    assert os.fstat(store._file.fileno()).st_size <= 4096 + 8000
+    assert os.fstat(store._file.fd).st_size <= 4096 + 8000
 
 
 class Watching:

@@ -161,6 +161,7 @@ def test_the_comparison_marks_the_fastest_and_gives_reasons() -> None:
     assert by_name["joint"].endswith("fastest")
     assert by_name["fsdp"].endswith("+25.0 %")
     assert "ddp does not fit: 1200 MiB are needed" in text
+    assert "901.00 MiB" in by_name["joint"]  # the smallest budget that holds it
 
 
 def test_what_the_device_cannot_hold_is_never_the_fastest() -> None:

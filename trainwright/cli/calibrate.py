@@ -21,6 +21,10 @@ def calibrate(
         int | None,
         typer.Option(metavar="N", min=1, help="Processes that train at once. Default: one a core, 4 at most."),
     ] = None,
+    gpu: Annotated[
+        bool,
+        typer.Option("--gpu", help="Copies between this machine's GPU and its host; the rest is the GPU's preset."),
+    ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Some seconds instead of minutes.")] = False,
     learn: Annotated[
         list[str] | None,
@@ -35,9 +39,11 @@ def calibrate(
         ),
     ] = None,
 ) -> None:
-    """Measure what this machine's processes reach: arithmetic, memory, collectives. Or learn from training runs."""
-    if learn and (nproc is not None or quick):
-        raise UserError("--learn measures nothing; --nproc or --quick was given too; leave them out")
+    """Measure what this machine's processes reach: arithmetic, memory, copies, collectives. Or learn from training runs."""
+    if learn and (nproc is not None or quick or gpu):
+        raise UserError("--learn measures nothing; --nproc, --gpu or --quick was given too; leave them out")
+    if gpu and nproc is not None:
+        raise UserError("--gpu measures one process; --nproc was given too; leave one of them out")
     if plans and not learn:
         raise UserError("--plan needs the log of a run; got none; add --learn LOG")
     with quiet_stdout(), status("learning" if learn else "measuring") as tell:
@@ -50,6 +56,12 @@ def calibrate(
 
             runs = _runs(learn, plans or [])
             found, lines = correct(runs), left_out_lines(left_out(runs))
+        elif gpu:
+            from ..hardware import resolve
+            from ..hardware.calibrate import with_host
+            from ..self_checking import own_gpu
+
+            found = with_host(resolve(own_gpu()), quick)
         else:
             import trainwright as tw
 

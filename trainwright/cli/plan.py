@@ -326,7 +326,7 @@ def compared_as_json(comparison: Mapping[str, Plan | Refusal], budget_bytes: int
 
 
 def _compared_row(found: Plan | Refusal) -> dict[str, Any]:
-    names = ("step_s", "comm_s", "exposed_comm_s", "recompute_s", "peak_bytes")
+    names = ("step_s", "comm_s", "exposed_comm_s", "recompute_s", "peak_bytes", "fits_in_bytes")
     if not isinstance(found, Plan):
         return {"feasible": False, "fits_device": False, **dict.fromkeys((*names, "plan_s"))}
     predicted = {name: getattr(found.predicted, name) for name in names}
@@ -400,7 +400,7 @@ def _ask_for_frontier(question: Question) -> _Found:
 
 def frontier_as_json(points: Sequence[Plan]) -> dict[str, Any]:
     """Return what `plan --frontier --json` writes: a row a point, its whole plan in it."""
-    names = ("step_s", "comm_s", "exposed_comm_s", "recompute_s", "peak_bytes")
+    names = ("step_s", "comm_s", "exposed_comm_s", "recompute_s", "peak_bytes", "fits_in_bytes")
     rows = [
         {name: getattr(plan.predicted, name) for name in names}
         | {

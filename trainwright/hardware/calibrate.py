@@ -12,6 +12,7 @@ from ..launch import run_processes
 from ..launch.cores import num_cores
 from . import machine
 from .collectives import GLOO_FACTORS, KINDS, Collective, terms
+from .host import host_rates
 from .kernels import kernel_table, rounded
 from .presets import DISK_LATENCY_S
 
@@ -118,25 +119,48 @@ def _cluster(ranks: list[dict[str, Any]], quick: bool) -> Cluster:
         name=f"cpu:{num_ranks}",
         device=device,
         links=(link,),
-        offload=_tiers([rank["disk"] for rank in ranks]),
+        offload={
+            **_tiers("host", [rank["host"] for rank in ranks]),
+            **_tiers("disk", [rank["disk"] for rank in ranks]),
+        },
         source=_source(num_ranks, quick),
         fingerprint=machine.fingerprint(),
     )
 
 
-def _tiers(disks: list[dict[str, float]]) -> dict[Literal["host", "disk"], Tier]:
-    """The disk, as each rank found it while all used it; none where a rank could not write."""
-    if not all(disks):
+def _tiers(name: Literal["host", "disk"], found: list[dict[str, float]]) -> dict[Literal["host", "disk"], Tier]:
+    """The tier as each rank found it while all used it; none where a rank could not write there."""
+    if not all(found):
         return {}
-    middle = {name: statistics.median(disk[name] for disk in disks) for name in disks[0]}
+    middle = {what: statistics.median(rank[what] for rank in found) for what in found[0]}
     tier = Tier(
         write_bytes_per_s=rounded(middle["written"]),
         read_bytes_per_s=rounded(middle["read"]),
-        latency_s=DISK_LATENCY_S,
+        latency_s=rounded(middle["latency_s"]) if "latency_s" in middle else DISK_LATENCY_S,
         overlap=round(middle["overlap"], 3),
-        commit_s=rounded(middle["commit_s"]),
+        commit_s=rounded(middle.get("commit_s", 0.0)),
     )
-    return {"disk": tier}
+    return {name: tier}
+
+
+def with_host(cluster: Cluster, quick: bool = False, device: str = "cuda") -> Cluster:
+    """Return the cluster with the rates that copies between `device` and this machine's host reach; the rest stays as it is.
+
+    >>> from trainwright.hardware import resolve
+    >>> found = with_host(resolve("h100"), quick=True, device="cpu")
+    >>> found.device == resolve("h100").device, found.tier("host").read_bytes_per_s > 1e6
+    (True, True)
+
+    On a machine with several GPUs one is measured, alone: those that share a link reach less together. `UserError` where the host
+    has no room for the copies.
+    """
+    if not (rates := host_rates(quick, device)):
+        raise UserError(
+            "room for 64 MiB on the device and in the host's memory is needed to measure copies; there is none; free some"
+        )
+    source = f"{cluster.source}; host: calibrate --gpu, {datetime.now(UTC).date().isoformat()}"
+    tiers = {**cluster.offload, **_tiers("host", [rates])}
+    return cluster.model_copy(update={"offload": tiers, "source": source})
 
 
 def _median_by_dtype(ranks: list[dict[str, Any]], what: str) -> dict[str, float]:

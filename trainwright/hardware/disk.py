@@ -1,8 +1,8 @@
-"""What moving tensors to a disk and back reaches: the file that a plan's `--offload disk` would use, as a run uses it.
+"""What moving tensors to a disk and back reaches: a file as a plan's `--tier` uses it.
 
-A file without a name in the folder of temporary files is written, forced to the disk, and read again: once alone, and once
-beside matrix products on the same process. The system keeps what it can of such files in memory that nobody else asks
-for, so a read may be faster than the disk; it is what a run sees as long as that memory lasts.
+A file without a name in the folder of temporary files is written, forced to the disk, and read again, past the page cache where the
+system can: once alone, and once beside matrix products on the same process. With `--offload disk` alone files go through the
+cache, so what is read again may come faster than this, as long as nobody else asks for that memory.
 
 A commit of a run that rests there (`trainwright.tiers`) waits for a file to be on the disk and replaces a small one: its seconds
 are those beyond the transfers.
@@ -14,8 +14,13 @@ import os
 import statistics
 import tempfile
 import threading
-import time
 from collections.abc import Callable
+from pathlib import Path
+
+from ..tiers.buffers import aligned_empty, memory_at
+from ..tiers.files import StripeFile
+from ..tiers.store import CHUNK_BYTES
+from .beside import overlap_of, timed
 
 _MIB = 2**20
 _PAGE = 4096
@@ -29,8 +34,11 @@ def disk_rates(quick: bool, folder: str | None = None) -> dict[str, float]:
     """
     size = (8 if quick else 32) * _MIB
     try:
-        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-            found = _rates(file.fileno(), bytearray(os.urandom(_MIB)) * (size // _MIB))
+        file = StripeFile.unnamed(Path(folder or tempfile.gettempdir()), is_direct=True)
+        try:
+            found = _rates(file, size)
+        finally:
+            file.close()
         return {**found, "commit_s": _commit_s(folder)}
     except OSError:
         return {}
@@ -52,46 +60,28 @@ def _commit_s(folder: str | None) -> float:
             os.fsync(entries)
             os.close(entries)
 
-        return statistics.median(_timed(commit) for _ in range(5))
+        return statistics.median(timed(commit) for _ in range(5))
 
 
-def _rates(file: int, data: bytearray) -> dict[str, float]:
+def _rates(file: StripeFile, size: int) -> dict[str, float]:
+    held = aligned_empty(size)
+    data = memory_at(held.data_ptr(), size)
+    data[:] = os.urandom(_MIB) * (size // _MIB)
+
     def write() -> None:
-        os.pwrite(file, data, 0)
-        os.fdatasync(file)
+        for begin in range(0, size, CHUNK_BYTES):
+            file.write(data[begin : begin + CHUNK_BYTES], begin)
+        os.fdatasync(file.fd)
 
     def read() -> None:
-        os.preadv(file, [data], 0)
+        for begin in range(0, size, CHUNK_BYTES):
+            file.read(data[begin : begin + CHUNK_BYTES], begin)
 
-    written_s = min(_timed(write) for _ in range(3))
-    read_s = min(_timed(read) for _ in range(3))
-    return {"written": len(data) / written_s, "read": len(data) / read_s, "overlap": _overlap(write, written_s)}
-
-
-def _overlap(transfer: Callable[[], None], alone_s: float) -> float:
-    import torch
-
-    left = torch.randn(256, 256)
-
-    def compute(num: int) -> None:
-        for _ in range(num):
-            left @ left
-
-    compute(3)
-    num = max(1, round(alone_s / (_timed(lambda: compute(20)) / 20)))
-    compute_s = _timed(lambda: compute(num))
-
-    def both() -> None:
-        thread = threading.Thread(target=transfer)
+    def begin() -> Callable[[], None]:
+        thread = threading.Thread(target=write)
         thread.start()
-        compute(num)
-        thread.join()
+        return thread.join
 
-    together_s = _timed(both)
-    return min(1.0, max(0.0, (alone_s + compute_s - together_s) / min(alone_s, compute_s)))
-
-
-def _timed(call: Callable[[], None]) -> float:
-    began = time.perf_counter()
-    call()
-    return max(1e-9, time.perf_counter() - began)
+    written_s = min(timed(write) for _ in range(3))
+    read_s = min(timed(read) for _ in range(3))
+    return {"written": size / written_s, "read": size / read_s, "overlap": overlap_of(begin, written_s)}

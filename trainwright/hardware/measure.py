@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..launch import emit
 from ..ops.kernel_table import KernelTable
 from .disk import disk_rates
+from .host import host_rates
 from .kernels import kernel_table, rates
 from .overheads import overheads
 
@@ -26,7 +27,7 @@ def measure(quick: bool) -> dict[str, Any]:
     """Return this rank's rates and its timings of collectives; runs on every rank at once, in the group.
 
     `matmul` and `conv`: FLOP/s by dtype; `bandwidth`: bytes read and written per second; `launch_s`: one small op;
-    `kernels`: rows as `kernels.rates` gives them, `overheads`, `disk` as they say; `collectives`: rows [kind, bytes as in
+    `kernels`: rows as `kernels.rates` gives them, `overheads`, `disk`, `host` as they say; `collectives`: rows [kind, bytes as in
     `collectives.seconds`, seconds]; `shares_memory`: whether large ones went through memory, as they will in training.
     """
     import torch.distributed as dist
@@ -45,6 +46,8 @@ def measure(quick: bool) -> dict[str, Any]:
     beyond = overheads(KernelTable(kernel_table([table])), _seconds)
     emit({"progress": "disk"})
     disk = disk_rates(quick)
+    emit({"progress": "host"})
+    host = host_rates(quick)
     emit({"progress": "collectives"})
     shared = shared_memory(dist.group.WORLD)
     rows = list(_collective_rows(quick, shared))
@@ -56,6 +59,7 @@ def measure(quick: bool) -> dict[str, Any]:
         "kernels": table,
         "overheads": beyond,
         "disk": disk,
+        "host": host,
         "collectives": rows,
         "shares_memory": shared is not None,
     }

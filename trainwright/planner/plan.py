@@ -137,8 +137,9 @@ def check(
         plan = plan.model_copy(update={"tier": moved})
     if budget is not None and usable is not None and simulation.peak_bytes > usable:
         more = budget_for(simulation.peak_bytes, task.divisor) - budget
+        kept = f" ({size_text(budget - usable)} of the budget are kept for what no simulation sees)"
         raise Refusal(
-            f"a peak of at most {size_text(usable)} is needed; this plan's is "
+            f"a peak of at most {size_text(usable)} is needed{kept}; this plan's is "
             f"{size_text(simulation.peak_bytes)}{where}, at {simulation.peak_at}; a budget of {size_text(more, up=True)} more "
             "would do, or recompute more"
         )

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from ..artifacts import Refusal
 from ..program.factors import leaves
-from .budget import budget_for
+from .budget import budget_for, usable_bytes
 from .costs.resting import layers_of, there_bytes
 from .costs.simulate import Simulation
 from .costs.units import shown_bytes, size_text
@@ -89,7 +89,9 @@ def _text(task: Task, solver: str, failures: Sequence[tuple[Place, Infeasible]],
         else f"at least about {size_text(least, up=True)} is needed, {more} more (an estimate)"
     )
     if simulation.peak_bytes <= budget:
-        enough += f", since a peak of {size_text(simulation.peak_bytes)} leaves too little for what no simulation sees"
+        kept = size_text(budget - usable_bytes(budget, task.divisor))
+        known = size_text(simulation.peak_bytes)
+        enough += f" (a peak of {known} is reached; {kept} of a budget are kept for what no simulation sees)"
     other = "" if solver == "joint" else ", or --solver joint"
     return (
         f"a plan within {size_text(budget)} a device is needed; {solver} found none on {task.cluster.name} (mesh {place.shape}); "

@@ -91,7 +91,7 @@ class Task:
         if "host" in asked and self.cluster.device.kind == "cpu" and "host" not in self.cluster.offload:
             raise UserError(
                 "a place to offload to other than the device's own memory is needed; host is the memory of a CPU; try disk, or "
-                "declare `offload` `host` in a hardware file, where the device is to be a budget within that memory"
+                "a hardware file with `offload` `host` (calibrate), where the device is to be a budget within that memory"
             )
         if self.offload in ("host", "disk"):
             self.cluster.tier(self.offload)
@@ -245,10 +245,13 @@ class Place:
         task = self.task
         task.deadline.count(_SIMULATED_OP_S * len(task.program.ops))
         target, costs = task.cluster.device.kind, self.problem.costs
-        room = partial(room_of, costs=costs, optimizer=task.optimizer_cost)
+        rests: dict[str, Any] = {}
+        if costs.resting is not None:
+            room = partial(room_of, costs=costs, optimizer=task.optimizer_cost)
+            rests = {"room_of": room, "moved": costs.resting.moved}
         return simulate(
             task.program, decisions, task.make_optimizer, target=target, timeline=timeline, num_threads=task.num_threads,
-            optimizer_cost=task.optimizer_cost, room_of=None if costs.resting is None else room,
+            optimizer_cost=task.optimizer_cost, **rests,
         )  # fmt: skip
 
     def price(self, simulation: Simulation) -> Price:

@@ -35,7 +35,7 @@ def tier_plan(place: Place, decisions: Decisions, price: Price, simulation: Simu
         place="host" if policy.place == "host" else "disk",
         window_bytes=policy.window_bytes,
         keep_bytes=kept_bytes(layers),
-        held_bytes=room.backward_bytes,
+        held_bytes=room.held_bytes,
         state_bytes=states,
         update="after" if policy.update == "after" else "during",
         commit_every=policy.commit_every,

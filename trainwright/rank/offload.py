@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -75,12 +75,14 @@ class Elsewhere(Protocol):
 class CountingStore:
     """Moves nothing and counts what would be moved: the store of simulations."""
 
-    def __init__(self) -> None:
+    def __init__(self, moved: Callable[[int], int] = int) -> None:
+        """`moved` tells the bytes that a transfer of so many bytes moves."""
+        self._moved = moved
         self.num_bytes = self.num_transfers = 0
         """Both count one direction alone: each storage that leaves comes back."""
 
     def write(self, data: Tensor) -> Any:
-        self.num_bytes += data.numel() * data.element_size()
+        self.num_bytes += self._moved(data.numel() * data.element_size())
         self.num_transfers += 1
 
     def written(self, ticket: Any) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from ..artifacts import OpPlan, ParamPlan, Plan
-from .units import format_bytes, format_s
+from ..artifacts import OpPlan, ParamPlan, Plan, Predicted
+from .units import format_bytes, format_bytes_up, format_s
 
 WHOLE = "-"
 _MAX_LISTED = 4
@@ -59,6 +59,17 @@ def offloaded_bytes(plan: Plan) -> list[tuple[str, int]]:
     moved = max((stage.moved_bytes for stage in predicted.stages), default=predicted.moved_bytes)
     found = [("offloaded", moved), ("optimizer states", predicted.moved_state_bytes)]
     return [(what, num_bytes) for what, num_bytes in found if num_bytes]
+
+
+def budget_text(plan: Plan) -> str:
+    """Return the budget of a plan, and the smallest one that holds it: its peak and a reserve, for the peak itself is refused."""
+    budget = f"of {format_bytes(plan.budget_bytes)}" if plan.budget_bytes is not None else "no budget"
+    return f"{budget} ({least_text(plan.predicted)} would do)" if plan.predicted.fits_in_bytes else budget
+
+
+def least_text(predicted: Predicted) -> str:
+    """Return the smallest budget that holds a plan, not rounded down; `–` where it is not known."""
+    return format_bytes_up(predicted.fits_in_bytes) if predicted.fits_in_bytes else "–"
 
 
 def disk_rows(plan: Plan) -> list[tuple[str, str, str]]:

@@ -11,7 +11,15 @@ from typing import Protocol
 
 from ..artifacts import Explanation, MemoryPoint, Plan, Profile, Refusal, Report
 from ..artifacts.record import write_atomically
-from .decisions import DecisionRow, decision_rows, disk_rows, micro_batches_text, offloaded_bytes
+from .decisions import (
+    DecisionRow,
+    budget_text,
+    decision_rows,
+    disk_rows,
+    least_text,
+    micro_batches_text,
+    offloaded_bytes,
+)
 from .explanation import decision_reason
 from .frontier_figure import frontier_figure
 from .memory_figures import breakdown_figure
@@ -89,7 +97,7 @@ def _plan_tiles(plan: Plan, report: Report | None) -> list[Tile]:
     peak = Tile(
         "peak per device",
         format_bytes(predicted.peak_bytes),
-        f"of {format_bytes(budget)}" if budget else "no budget",
+        budget_text(plan),
         share,
         bad=share is not None and share > 1,
     )
@@ -168,14 +176,15 @@ def _comparison_table(plans: Mapping[str, Plan | Refusal]) -> str:
                 escape(name),
                 *map(format_s, times),
                 format_bytes(predicted.peak_bytes),
+                least_text(predicted),
                 format_s(found.solver.plan_s),
             ]
             best = predicted.step_s == fastest
             rows.append([*cells, best_mark("fastest") if best else format_ratio(predicted.step_s, fastest)])
         else:
-            rows.append([escape(name), *["–"] * 6, '<span class="wrong">does not fit</span>'])
-    columns = ("recipe", "step", "compute", "comm exposed", "recompute", "peak", "planned in", "")
-    return table(columns, rows, numbers=range(1, 8))
+            rows.append([escape(name), *["–"] * 7, '<span class="wrong">does not fit</span>'])
+    columns = ("recipe", "step", "compute", "comm exposed", "recompute", "peak", "fits in", "planned in", "")
+    return table(columns, rows, numbers=range(1, 9))
 
 
 def _frontier_section(page: Page, plan: Plan, points: Sequence[Plan], files: Sequence[str]) -> None:

@@ -8,11 +8,20 @@ from typing import Any
 from rich.text import Text
 
 from ..artifacts import Cluster, Plan, Refusal, Report
-from .decisions import DecisionRow, compiled_rows, decision_rows, disk_rows, micro_batches_text, offloaded_bytes
+from .decisions import (
+    DecisionRow,
+    budget_text,
+    compiled_rows,
+    decision_rows,
+    disk_rows,
+    least_text,
+    micro_batches_text,
+    offloaded_bytes,
+)
 from .splits import legend
 from .stages import bubble_text, stage_headers, stage_rows
 from .text import Grid, note_lines, plain_table, rendered, title_line
-from .units import category_name, format_bytes, format_bytes_up, format_count, format_flops, format_ratio, format_s
+from .units import category_name, format_bytes, format_count, format_flops, format_ratio, format_s
 
 __all__ = ["cluster_table", "compare_table", "left_out_lines", "plan_table", "report_table", "rows_table"]
 
@@ -39,15 +48,15 @@ def _stage_table(plan: Plan) -> list[Grid | Text]:
 
 def compare_table(plans: Mapping[str, Plan | Refusal]) -> str:
     """Return what each recipe reaches, one row a recipe; marked are the fastest that fits, and what the device cannot hold."""
-    table = plain_table("", "step", "compute", "comm exposed", "recompute", "peak", "planned in", "",
-                        drop=("planned in", "compute", "recompute", "comm exposed"))  # fmt: skip
+    table = plain_table("", "step", "compute", "comm exposed", "recompute", "peak", "fits in", "planned in", "",
+                        drop=("planned in", "compute", "recompute", "comm exposed", "fits in"))  # fmt: skip
     found = [each for each in plans.values() if isinstance(each, Plan)]
     fastest = min((plan.predicted.step_s for plan in found if plan.fits_device), default=None)
     for name, plan in plans.items():
         if isinstance(plan, Plan):
             table.add_row(*_compared(name, plan, fastest))
         else:
-            table.add_row(name, *["–"] * 6, Text("does not fit", style="red"))
+            table.add_row(name, *["–"] * 7, Text("does not fit", style="red"))
     refused = [(name, found) for name, found in plans.items() if isinstance(found, Refusal)]
     return rendered(table, *(Text(f"{name} does not fit: {found}") for name, found in refused))
 
@@ -137,9 +146,7 @@ def _prediction_of(plan: Plan) -> Grid:
     parts += [("waiting for other stages", predicted.bubble_s)]
     spent = ", ".join(f"{name} {format_s(seconds)}" for name, seconds in parts if seconds)
     table.add_row("step", Text(format_s(predicted.step_s), style="bold"), spent)
-    budget = f"of {format_bytes(plan.budget_bytes)}" if plan.budget_bytes is not None else "no budget"
-    if predicted.fits_in_bytes:  # the peak and a reserve: a budget of the peak itself would be refused
-        budget += f" ({format_bytes_up(predicted.fits_in_bytes)} would do)"
+    budget = budget_text(plan)
     if not plan.fits_device:
         budget += f", a device has {format_bytes(plan.cluster.device.memory_bytes)}"
     over = not plan.fits_device or (plan.budget_bytes is not None and predicted.peak_bytes > plan.budget_bytes)
@@ -183,7 +190,8 @@ def _compared(name: str, plan: Plan, fastest: float | None) -> list[Text]:
     times = (predicted.step_s, predicted.compute_s, predicted.exposed_comm_s, predicted.recompute_s)
     best = predicted.step_s == fastest and plan.fits_device
     style = "bold green" if best else "" if plan.fits_device else "red"
-    cells = [name, *map(format_s, times), format_bytes(predicted.peak_bytes), format_s(plan.solver.plan_s)]
+    peak = (format_bytes(predicted.peak_bytes), least_text(predicted))
+    cells = [name, *map(format_s, times), *peak, format_s(plan.solver.plan_s)]
     return [Text(cell, style=style) for cell in (*cells, _remark(plan, fastest, best))]
 
 

@@ -1,6 +1,7 @@
 """Stores the tensors that a plan offloads: in a file of this rank's own, or in the host's memory.
 
-    disk   one unnamed file a rank, which disappears with the process, however it ends; one thread reads and writes in order
+    disk   one unnamed file a rank, which disappears with the process, however it ends; one thread reads and writes in order,
+           through the page cache, or past it beside what rests on the same disks
     host   page-locked memory, written and read on streams beside the computing one; on a CPU, copies by threads
 
 `rank.offload` bounds the bytes in flight: it waits for the oldest transfer before it issues more.
@@ -8,14 +9,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,9 +23,9 @@ from torch import Tensor
 
 from ..artifacts import Plan, UserError
 from ..rank.offload import OffloadStore
-from ..tiers import Copies, Copy, MemoryStore, TierStore, copies_of, now
-
-_ALIGNMENT = 4096
+from ..tiers import Copies, Copy, MemoryStore, TierStore, copies_of
+from ..tiers.buffers import memory_at, padded
+from ..tiers.files import StripeFile
 
 
 def open_store(plan: Plan, device: torch.device, beside: TierStore | MemoryStore | None = None) -> OffloadStore | None:
@@ -38,7 +38,7 @@ def open_store(plan: Plan, device: torch.device, beside: TierStore | MemoryStore
         return None
     if plan.offload.tier == "host":
         return HostStore(device, beside.copies if isinstance(beside, MemoryStore) else None)
-    return DiskStore(beside.paths[0], beside.count) if isinstance(beside, TierStore) else DiskStore()
+    return DiskStore(beside.paths[0], beside) if isinstance(beside, TierStore) else DiskStore()
 
 
 @dataclass(eq=False)
@@ -74,14 +74,15 @@ class DiskStore:
     full or unwritable disk raises `UserError` in the step that meets it, before any weight changes.
     """
 
-    def __init__(
-        self, folder: str | os.PathLike[str] | None = None, count: Callable[[str, int, float], None] | None = None
-    ) -> None:
-        """`count` is told the direction, the bytes and the beginning of each transfer, on the thread that made it."""
-        self._count = count
+    def __init__(self, folder: str | os.PathLike[str] | None = None, beside: TierStore | None = None) -> None:
+        """`beside` is the store of what rests on the same disks: its transfers, buffers, rates and counts are shared.
+
+        What a plan says of these disks' traffic counts activations, so they go past the page cache as all else does.
+        """
+        self._beside = beside
         self.folder = os.fspath(folder) if folder is not None else tempfile.gettempdir()
         try:
-            self._file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115, as long as the store lives
+            self._file = StripeFile.unnamed(Path(self.folder), is_direct=beside is not None)
         except OSError as error:
             raise UserError(self._advice(0, error)) from None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="trainwright-offload")
@@ -93,14 +94,14 @@ class DiskStore:
         num_bytes = data.numel() * data.element_size()
         free = self.free[num_bytes]
         extent = _Extent(self, free.pop() if free else self._extend(num_bytes), num_bytes)
-        self._begin(extent, data, self._write)
+        self._begin(extent, data, "write")
         return extent
 
     def written(self, ticket: _Extent) -> None:
         self._wait(ticket)
 
     def read(self, ticket: _Extent, into: Tensor) -> None:
-        self._begin(ticket, into, self._read)
+        self._begin(ticket, into, "read")
 
     def arrived(self, ticket: _Extent) -> None:
         self._wait(ticket)
@@ -110,13 +111,13 @@ class DiskStore:
         self._worker.shutdown()
         self._file.close()
 
-    def _begin(self, extent: _Extent, data: Tensor, transfer: Callable[[int, int, int], None]) -> None:
+    def _begin(self, extent: _Extent, data: Tensor, direction: str) -> None:
         extent.data = data
-        extent.pending = self._worker.submit(transfer, extent.offset, data.data_ptr(), extent.num_bytes)
+        extent.pending = self._worker.submit(self._move, direction, extent.offset, data.data_ptr(), extent.num_bytes)
 
     def _extend(self, num_bytes: int) -> int:
         offset = self._end
-        self._end += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        self._end += padded(num_bytes)
         return offset
 
     def _wait(self, ticket: _Extent) -> None:
@@ -132,29 +133,16 @@ class DiskStore:
         )
 
     def _size(self) -> int:
-        return os.fstat(self._file.fileno()).st_size if hasattr(self, "_file") else 0
+        return os.fstat(self._file.fd).st_size if hasattr(self, "_file") else 0
 
-    def _write(self, offset: int, address: int, num_bytes: int) -> None:
-        data, begun = _memory(address, num_bytes), now()
-        while data:
-            num = os.pwrite(self._file.fileno(), data, offset)
-            offset, data = offset + num, data[num:]
-        if self._count is not None:
-            self._count("write", num_bytes, begun)
-
-    def _read(self, offset: int, address: int, num_bytes: int) -> None:
-        into, begun = _memory(address, num_bytes), now()
-        while into:
-            num = os.preadv(self._file.fileno(), [into], offset)
-            if num == 0:
-                raise OSError(errno.EIO, "the file ended early")
-            offset, into = offset + num, into[num:]
-        if self._count is not None:
-            self._count("read", num_bytes, begun)
-
-
-def _memory(address: int, num_bytes: int) -> memoryview:
-    return memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")
+    def _move(self, direction: str, offset: int, address: int, num_bytes: int) -> None:
+        if self._beside is not None:
+            self._beside.move(direction, self._file, offset, address, num_bytes)
+            return
+        data = memory_at(address, num_bytes)
+        moved = self._file.write(data, offset) if direction == "write" else self._file.read(data, offset)
+        if moved < num_bytes:
+            raise OSError(errno.EIO, "the file ended early")
 
 
 @dataclass(eq=False)

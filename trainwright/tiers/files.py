@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 from pathlib import Path
 
 from .buffers import ALIGNMENT, _pages
@@ -12,30 +13,41 @@ from .buffers import ALIGNMENT, _pages
 class StripeFile:
     """A file that is read and written in whole pages; `is_direct` tells whether it bypasses the page cache."""
 
-    def __init__(self, path: Path, is_new: bool) -> None:
-        self.path = path
-        flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if is_new else 0)
-        self.fd = os.open(path, flags, 0o600)
-        self.is_direct = self._try_direct()
+    def __init__(self, fd: int, path: Path, folder: Path, is_direct: bool) -> None:
+        self.fd, self.path, self.folder = fd, path, folder
+        self.is_direct = is_direct and self._set_direct()
 
-    def _try_direct(self) -> bool:
-        """Reopen the file for direct I/O, and return whether that works; some systems and file systems (old tmpfs) cannot."""
+    @classmethod
+    def open(cls, path: Path, is_new: bool) -> StripeFile:
+        """Return the file at `path`, opened for direct I/O where that works."""
+        flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if is_new else 0)
+        return cls(os.open(path, flags, 0o600), path, path.parent, is_direct=True)
+
+    @classmethod
+    def unnamed(cls, folder: Path, is_direct: bool) -> StripeFile:
+        """Return a new file in `folder` that disappears with the process, however it ends; its `path` is the folder's.
+
+        is_direct: whether it is to bypass the page cache where that works.
+        """
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            return cls(os.dup(file.fileno()), folder, folder, is_direct)
+
+    def _set_direct(self) -> bool:
+        """Set the file to direct I/O, and return whether that works; some systems and file systems (old tmpfs) cannot."""
         flag = getattr(os, "O_DIRECT", None)
         if flag is None:
             return False
+        import fcntl
+
+        flags = fcntl.fcntl(self.fd, fcntl.F_GETFL)
         try:
-            fd = os.open(self.path, os.O_RDWR | flag)
+            fcntl.fcntl(self.fd, fcntl.F_SETFL, flags | flag)
+            os.preadv(self.fd, [_pages(ALIGNMENT)], 0)  # some accept the flag and refuse the transfer
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.ENOTSUP):
                 raise
+            fcntl.fcntl(self.fd, fcntl.F_SETFL, flags)
             return False
-        try:  # some accept the flag and refuse the transfer
-            os.preadv(fd, [_pages(ALIGNMENT)], 0)
-        except OSError:
-            os.close(fd)
-            return False
-        os.close(self.fd)
-        self.fd = fd
         return True
 
     def reserve(self, num_bytes: int) -> None:

@@ -107,7 +107,7 @@ class TierStore:
         self._buckets = {"read": TokenBucket(options.read_rate), "write": TokenBucket(options.write_rate)}
         self._files: list[StripeFile] = []
         for index, path in enumerate(paths):
-            self._files.append(StripeFile(path / f"stripe-{index}-of-{len(paths)}-{ident}.bin", is_new))
+            self._files.append(StripeFile.open(path / f"stripe-{index}-of-{len(paths)}-{ident}.bin", is_new))
         self._threads = {
             direction: ThreadPoolExecutor(options.num_threads, thread_name_prefix=f"trainwright-tier-{direction}")
             for direction in ("read", "write")
@@ -229,10 +229,28 @@ class TierStore:
         self._reading[key] = [each for each in self._reading.get(key, []) if not each.is_done] + [transfer]
         return transfer
 
-    def count(self, direction: str, num_bytes: int, begun: float) -> None:
-        """Count bytes of a file of others on these disks that have moved since `begun` (`now`), under the same limit of rates."""
-        self._buckets[direction].take(num_bytes)
-        self.traffic.add(direction, num_bytes, begun, now())
+    def move(self, direction: str, file: StripeFile, offset: int, address: int, num_bytes: int) -> None:
+        """Move memory at an address to pages of a file (write), or back (read), on the calling thread.
+
+        The file is the store's or one of others on the same disks: its bytes go in whole pages, past the page cache where the file
+        does, under the same rates and in the same counts.
+        """
+        chunk = self._pool.chunk_bytes
+        for begin in range(0, num_bytes, chunk):
+            self._move_chunk(direction, file, offset + begin, address + begin, min(chunk, num_bytes - begin))
+
+    def _move_chunk(self, direction: str, file: StripeFile, offset: int, address: int, num_bytes: int) -> None:
+        data = memory_at(address, num_bytes)
+        if _is_direct(address, num_bytes):
+            self._move_pages(direction, file, offset, data)
+            return
+        with self._pool.buffer() as buffer:
+            whole = buffer[: padded(num_bytes)]
+            if direction == "write":
+                _copy(whole, data, num_bytes)
+            self._move_pages(direction, file, offset, whole)
+            if direction == "read":
+                _copy(data, whole, num_bytes)
 
     def settle(self) -> None:
         """Wait for every write; raise the fault of one that failed."""
@@ -292,46 +310,28 @@ class TierStore:
         for earlier in after:
             for part in tuple(earlier.parts) if earlier is not None else ():
                 part.exception()  # its fault is told to those who wait for it
-        data = memory_at(address + piece.begin, piece.num_bytes)
-        sums[piece.number] = zlib.crc32(data)
-        if _is_direct(address + piece.begin, piece.num_bytes):
-            self._move("write", piece, data)
-            return
-        with self._pool.buffer() as buffer:
-            whole = buffer[: padded(piece.num_bytes)]
-            _copy(whole, data, piece.num_bytes)
-            self._move("write", piece, whole)
+        sums[piece.number] = zlib.crc32(memory_at(address + piece.begin, piece.num_bytes))
+        self.move("write", self._files[piece.folder], piece.offset, address + piece.begin, piece.num_bytes)
 
     def _read(self, key: str, sums: list[int], piece: Piece, address: int, after: Transfer | None) -> None:
         for part in tuple(after.parts) if after is not None else ():
             part.result()  # what was not written is not read: the write's fault is the read's
-        into = memory_at(address + piece.begin, piece.num_bytes)
-        if _is_direct(address + piece.begin, piece.num_bytes):
-            self._move("read", piece, into)
-            self._check(key, sums, piece, into)
-            return
-        with self._pool.buffer() as buffer:
-            whole = buffer[: padded(piece.num_bytes)]
-            self._move("read", piece, whole)
-            self._check(key, sums, piece, whole[: piece.num_bytes])
-            _copy(into, whole, piece.num_bytes)
-
-    def _check(self, key: str, sums: list[int], piece: Piece, data: memoryview) -> None:
-        if zlib.crc32(data) != sums[piece.number]:
+        self.move("read", self._files[piece.folder], piece.offset, address + piece.begin, piece.num_bytes)
+        if zlib.crc32(memory_at(address + piece.begin, piece.num_bytes)) != sums[piece.number]:
             raise_for("checksum", os.fspath(self.paths[piece.folder]), f"to read chunk {piece.number} of {key}")
 
-    def _move(self, direction: str, piece: Piece, data: memoryview) -> None:
+    def _move_pages(self, direction: str, file: StripeFile, offset: int, data: memoryview) -> None:
         """Run one transfer of whole pages, at the limited rate, with an injected fault, if any."""
-        folder, doing = os.fspath(self.paths[piece.folder]), f"to {direction} {len(data)} bytes at {piece.offset}"
-        file, fault, begun = self._files[piece.folder], self._planted.next(direction), now()
+        folder, doing = os.fspath(file.folder), f"to {direction} {len(data)} bytes at {offset}"
+        fault, begun = self._planted.next(direction), now()
         moved = 0
         try:
             if direction == "write":
                 if fault is not None:
-                    happen_to_write(fault, file.fd, data, piece.offset)
-                moved = file.write(data, piece.offset)
+                    happen_to_write(fault, file.fd, data, offset)
+                moved = file.write(data, offset)
             else:
-                moved = file.read(data, piece.offset)
+                moved = file.read(data, offset)
                 if fault is not None:
                     moved = happen_to_read(fault, data, moved)
         except OSError as error:
@@ -342,7 +342,8 @@ class TierStore:
             raise_for(
                 "slow", folder, doing, f"it took {now() - begun:.1f} s; {self.options.max_transfer_s:g} are allowed"
             )
-        self.count(direction, len(data), begun)
+        self._buckets[direction].take(len(data))
+        self.traffic.add(direction, len(data), begun, now())
 
     def _of(self, key: str, tensor: Tensor) -> Item:
         if key not in self.items:

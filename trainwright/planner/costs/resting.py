@@ -48,11 +48,32 @@ def has_room(layers: Iterable[Layer], costs: CostModel, moved_bytes: int) -> boo
 
 
 @dataclass(frozen=True)
-class Room:
-    """The most bytes that a step holds beside what stays, by phase; in `forward_bytes` are no updates."""
+class Update:
+    """The bytes that one parameter's update holds beside its gradient: the states that come, and what the step itself takes."""
 
-    forward_bytes: int
-    backward_bytes: int
+    state_bytes: int
+    step_bytes: int
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a step holds beside what stays: the most bytes of values that were read, by phase, and each parameter's update.
+
+    update_window_bytes: the most of gradients and states under update, but for one that is larger. is_after: whether updates begin
+    when the backward is over. most_updates: the most bytes of updates at once.
+    """
+
+    forward_values: int
+    backward_values: int
+    updates: Mapping[Tensor, Update]
+    update_window_bytes: int
+    is_after: bool
+    most_updates: int
+
+    @property
+    def held_bytes(self) -> int:
+        """Return the most that may be there at once, at whatever moment."""
+        return self.backward_values + self.most_updates
 
 
 def params_in_order(program: Program) -> list[Tensor]:
@@ -84,9 +105,21 @@ def room_of(executor: Executor, costs: CostModel, optimizer: OptimizerCost) -> R
     away = {tensor: costs.local_bytes(tensor, decisions.params[tensor]) for tensor in decisions.offloaded_params}
     layers = layers_of(program, decisions, costs, optimizer)
     held = held_beside(layers, costs.resting, standing_forward(executor, away), standing_backward(executor, away))
-    trained = [tensor for tensor in program.params if tensor.requires_grad]
-    steps = [costs.step_bytes(tensor, decisions.params[tensor], optimizer) for tensor in trained]
-    return Room(held.forward_values, held.backward_values + held.updates + max(steps, default=0))
+    updates = {
+        tensor: Update(
+            layer.update_bytes - layer.grad_bytes, costs.step_bytes(tensor, decisions.params[tensor], optimizer)
+        )
+        for tensor, layer in zip(params_in_order(program), layers, strict=True)
+        if layer.is_trained
+    }
+    return Room(
+        held.forward_values,
+        held.backward_values,
+        updates,
+        costs.resting.window_bytes // 2,
+        costs.resting.update == "after",
+        held.updates + max((each.step_bytes for each in updates.values()), default=0),
+    )
 
 
 def kept_bytes(layers: Iterable[Layer]) -> int:

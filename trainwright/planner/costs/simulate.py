@@ -43,6 +43,7 @@ from ...torch_internals.fakes import new_mode
 from ...torch_internals.private import VALUE_NEEDED
 from .costs import OptimizerCost, whole_pieces
 from .resting import Room
+from .under_way import UnderWay
 
 MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 """A function from named parameters to their optimizer."""
@@ -87,18 +88,20 @@ def simulate(
     optimizer_cost: OptimizerCost | None = None,
     counts: Mapping[str, list[int]] | None = None,
     room_of: Callable[[Executor], Room] | None = None,
+    moved: Callable[[int], int] = int,
 ) -> Simulation:
     """Simulate the step of the rank at `coords` (by default the first, which holds most) and track its memory.
 
     num_threads: the number of threads of the rank's CPU kernels, if known; their workspaces depend on it. optimizer_cost: the
     optimizer's declaration, by which its gathers of sharded tensors are counted, since the simulated optimizer treats one
     rank's part as whole. counts: by op, the rows of experts in a real run (`runtime.routed`); by default, the planned rows.
-    room_of: tells what a run on disks holds at most of parameters that come and of updates under way, which depends on the
-    disks' pace: it is added to the peak, and those parameters, their states and all gradients are not counted elsewhere.
+    room_of: tells what a run on a tier holds at most of parameters that come, which depends on the tier's pace, and what each
+    update under way holds (`under_way`): those parameters, their states and all gradients are not counted elsewhere.
+    moved: tells the bytes that a transfer of so many bytes off the device moves; disks under direct I/O move whole pages.
     """
     with threads(num_threads):
         return _simulate(
-            [program], decisions, make_optimizer, target, coords, timeline, optimizer_cost, counts, None, room_of
+            [program], decisions, make_optimizer, target, coords, timeline, optimizer_cost, counts, None, room_of, moved
         )
 
 
@@ -289,10 +292,11 @@ def _simulate(
     counts: Mapping[str, list[int]] | None,
     of_stage: _OfStage | None = None,
     room_of: Callable[[Executor], Room] | None = None,
+    moved: Callable[[int], int] = int,
 ) -> Simulation:
     communicator = SimulatedCommunicator(decisions.mesh, coords)
     communicator.counts = counts or {}
-    stores = [CountingStore() for _ in programs]
+    stores = [CountingStore(moved) for _ in programs]
     executors = [
         Executor(build_local(program, decisions, communicator), store) for program, store in zip(programs, stores)
     ]
@@ -328,10 +332,9 @@ def _simulate(
             leaving = [sources[tensor] for tensor in decisions.offloaded_states if tensor in sources]
             away = StateOffload(states, leaving if room is None else [])
             _warm_up(optimizer, tracker, [] if room is None else leaving)
+            updates = None if room is None else UnderWay(room, sources)
             if room is not None:
-                _take_gradients(params)
-            if room is not None:
-                tracker.hold(room.forward_bytes, "param")
+                tracker.hold(room.forward_values, "param")
             tracker.reset_peak()
             states.num_bytes = 0
             tracker.keep_timeline = timeline
@@ -341,7 +344,7 @@ def _simulate(
                 _stage_step(of_stage, executors, sources, optimizer, tracker, communicator)
                 _count_one_run(stores, of_stage.num_followed)
             elif program.num_runs == 1:
-                _step(executor, sources, optimizer, tracker, optimizer_cost, room)
+                _step(executor, sources, optimizer, tracker, optimizer_cost, updates)
             else:
                 _accumulated_step(executor, sources, optimizer, tracker, communicator)
                 _count_one_run(stores, 2)
@@ -428,13 +431,6 @@ def _hold_while_stepping(optimizer: torch.optim.Optimizer, num_bytes: int) -> No
     held: list[torch.Tensor] = []
     optimizer.register_step_pre_hook(lambda *_: held.append(torch.empty(num_bytes, dtype=torch.uint8)))
     optimizer.register_step_post_hook(lambda *_: held.clear())
-
-
-def _take_gradients(params: Iterable[torch.Tensor]) -> None:
-    """Let each gradient go to its update as soon as it is there."""
-    for param in params:
-        if param.requires_grad:
-            param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
 
 
 def _warm_up(optimizer: torch.optim.Optimizer, tracker: MemoryTracker, without: Sequence[torch.Tensor] = ()) -> None:
@@ -530,7 +526,7 @@ def _step(
     optimizer: torch.optim.Optimizer,
     tracker: MemoryTracker,
     cost: OptimizerCost | None,
-    room: Room | None = None,
+    updates: UnderWay | None = None,
 ) -> None:
     """Run the step whose peak is predicted; the caller holds the outputs until the update is done.
 
@@ -544,8 +540,8 @@ def _step(
             outputs = executor.run(sources, state)
             loss = outputs[executor.local.program.captured.loss_index]
             tracker.mark_forward_end()
-            if room is not None:  # updates are under way from the backward on
-                tracker.hold(room.backward_bytes - room.forward_bytes, "optimizer")
+            if updates is not None:  # values stay for their update from the backward on
+                tracker.hold(updates.room.backward_values - updates.room.forward_values, "param")
         with tracker.phase("backward"):
             if cost is not None and has_curvature:
                 _backward_with_curvature(loss, sources, optimizer, cost)
@@ -554,6 +550,8 @@ def _step(
                 outputs = loss = _backward_along(outputs, executor.local.program, cost)
             else:
                 loss.backward()
+        if updates is not None:
+            updates.finish()
     with tracker.phase("update"):
         optimizer.step()
     del outputs, loss

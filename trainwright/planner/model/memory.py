@@ -4,7 +4,8 @@
     kept          of every region not yet gone through backwards
     own           of the own instance, what its remaining backward waits for, kept or rederived (`working_set`)
     gradients     of the activations around the group, of the parameters of the regions already gone through; with
-                  micro-batches of all parameters, and those are static; where parameters rest on disks, of updates under way;
+                  micro-batches of all parameters, and those are static; where parameters rest on a tier, what updates of
+                  these hold, with the states that come, or the most that may be under way at once;
                   sums that wait for another reader (`tied`)
     in flight     what is offloaded on its way out, or on its way back before it is asked for (`offload`)
     a moment's    the largest of: the incoming gradients, the gradients that are made and the kernels' scratch memory; the
@@ -24,6 +25,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -88,7 +90,6 @@ class _Builder:
         memory = Memory(static_mib=self.problem.static_bytes / MIB, peak=self.model.column())
         self._collect()
         static = self._sum_column([*self._params(self._static_bytes), *self._away(), *self.recompute.values_held])
-        beside = [*self.recompute.updates_held, *self._temporaries()] if self.recompute.updates_held else []
         for region_class in self.problem.program.classes:
             decisions = self.problem.of_class(region_class)
             for decision in decisions:
@@ -100,7 +101,7 @@ class _Builder:
                 held = self._largest("what a group's backward holds for a moment", momentary)
                 for member in {0, region_class.multiplicity - 1}:
                     terms = self._row(region_class, member, decision)
-                    self._hold(memory, [(static, 1.0), *beside, *terms, *held], _row_name("backward", decision, member))
+                    self._hold(memory, [(static, 1.0), *terms, *held], _row_name("backward", decision, member))
         forward = ForwardMemory(self.model, self.problem, self.sharding, self.recompute, self.changes)
         for decision, terms in forward.rows():
             self._hold(memory, [(static, 1.0), *terms], _row_name("forward", decision, -1))
@@ -166,6 +167,7 @@ class _Builder:
         terms += self._passed_terms(region_class, region, position)
         terms += self._pending(region, position)
         terms += self._param_gradients(region, position)
+        terms += self._under_way(region, position)
         terms += self.changes.shared.backward(region, position)
         terms += self.changes.buckets.backward(region_class, region, position)
         terms += self.recompute.on_the_way(region_class)
@@ -275,6 +277,40 @@ class _Builder:
                     terms += [(c, num * s) for c, s in self._option_terms(decision, decision.rest_bytes)]
         return terms
 
+    def _under_way(self, region: int, position: int) -> Terms:
+        """Return what updates hold while a group's backward runs, where parameters or states rest on a tier.
+
+        It is all of the gradients that are complete, with the states that come for them, or as much as may be there at once. In
+        buckets a region's own gradients, which come to rest at the end of its backward, count from its beginning.
+        """
+        if not self.recompute.update_bytes:
+            return []
+        here = (region, -1 if self.sharding.joined.in_buckets else position)
+        nums = {
+            d: min(d.count, sum(place > here for place in self.gradient_places[d])) for d in self.recompute.update_bytes
+        }
+        nums = {decision: num for decision, num in nums.items() if num}
+        return [*self._updates(nums), (self.temporaries, 1.0)] if nums else []
+
+    def _updates(self, nums: dict[Decision, int]) -> Terms:
+        """Return what updates of so many instances hold; any of the states that are away may be theirs."""
+        if (
+            sum(num * self.recompute.update_bytes[decision] for decision, num in nums.items())
+            > self.recompute.most_updates
+        ):
+            return [(self.most_updates, 1.0)]
+        terms = [
+            (column, num * size)
+            for decision, num in nums.items()
+            for column, size in self._option_terms(decision, decision.rest_bytes)
+        ]
+        states = [
+            (away, decision.leaving_state_bytes[k] / MIB)
+            for (decision, k), away in self.recompute.states.items()
+            if decision in nums
+        ]
+        return [*terms, *states]
+
     def _coming_to_rest(self, region_class: RegionClass) -> Terms:
         return self.changes.buckets.coming_to_rest(region_class) if self.gradients_add_up_to_all else []
 
@@ -306,14 +342,21 @@ class _Builder:
                     size = self.problem.costs.block_bytes(stored.source.tensor, native)
                     terms.append((self.recompute.keep[stored, native], size / MIB))
         window = [(self.recompute.state_window, 1.0)] if self.recompute.state_window >= 0 else []
-        return [*terms, *self._vectors(), *self._temporaries(), *window, *self.recompute.updates_held]
+        updates = self._updates({decision: decision.count for decision in self.recompute.update_bytes})
+        return [*terms, *self._vectors(), (self.temporaries, 1.0), *window, *updates]
 
-    def _temporaries(self) -> Terms:
-        """Return the most that the optimizer's step holds for a moment."""
+    @cached_property
+    def temporaries(self) -> int:
+        """Return the column of the most that the optimizer's step holds for a moment."""
         largest = self.model.column()
         for sizes in self._step_terms():
             self.model.row("the optimizer's temporaries", [*sizes, (largest, -1.0)], upper=0.0)
-        return [(largest, 1.0)]
+        return largest
+
+    @cached_property
+    def most_updates(self) -> int:
+        """Return the column of the most that updates hold at once."""
+        return self.model.column(lower=self.recompute.most_updates / MIB)
 
     def _vectors(self) -> Terms:
         """Return the bytes that an optimizer holds of all parameters at once, in fp32 or wider."""

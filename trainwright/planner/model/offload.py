@@ -76,9 +76,10 @@ def add_offload(model: Model, problem: Problem, sharding: Sharding, recompute: R
     hidden = tier.overlap if resting is None else (1 - SHOWS) * tier.overlap
     exposed = _Exposed(model, hidden, _unit_s(problem))
     forward, backward = _windows(problem, sharding, recompute, model)
+    moved = int if resting is None else resting.moved
     out, back = (
         [
-            (recompute.leaves[kept.column], problem.costs.num_passes * (kept.num_bytes / rate + tier.latency_s))
+            (recompute.leaves[kept.column], problem.costs.num_passes * (moved(kept.num_bytes) / rate + tier.latency_s))
             for kept in found
         ]
         for rate in (tier.write_bytes_per_s, tier.read_bytes_per_s)

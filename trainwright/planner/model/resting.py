@@ -5,7 +5,7 @@
     U ∈ {0, 1}         whether any values do                                                A ≤ M · U
     D ≤ quarter        MiB that are still there from the last update or forward, for each phase     D ≤ Σ bytes · A
 
-    bytes     every row has what stays; beside it what was read (`values_held`), in the backward updates under way too
+    bytes     every row has what stays; beside it what was read (`values_held`); in the backward, updates too (`memory`)
     stays     Σ bytes · R ≤ what may be kept
     room      of disks: two versions of all; of the host: Σ p · A + Σ s · S, and gradients for an update after the backward
     seconds   of the phases and directions, as terms that `offload` puts beside computation and activations:
@@ -120,19 +120,10 @@ class _Builder:
         return max(found.values(), default=0)
 
     def _hold_updates(self) -> None:
+        """Say how much updates hold at most: half of the window, or the largest of them."""
         trained = [decision for decision in self.problem.params if decision.tied[0].requires_grad]
-        each = [max(map(sum, zip(d.rest_bytes, d.leaving_state_bytes, strict=True))) for d in trained]
-        most = max(self.policy.window_bytes // 2, max(each, default=0))
-        column = self.model.column()
-        if sum(d.count * size for d, size in zip(trained, each, strict=True)) <= most:
-            gradients = [
-                (chosen, d.count * d.rest_bytes[k] / MIB) for d, k, chosen in self._options() if d.tied[0].requires_grad
-            ]
-            states = [(away, d.leaving_state_bytes[k] / MIB) for (d, k), away in self.recompute.states.items()]
-            self.model.row(HELD, [*gradients, *states, (column, -1.0)], upper=0.0)
-        else:
-            self.model.lower[column] = most / MIB
-        self.recompute.updates_held = [(column, 1.0)]
+        self.recompute.update_bytes = {d: max(map(sum, zip(d.rest_bytes, d.leaving_state_bytes))) for d in trained}
+        self.recompute.most_updates = max(self.policy.window_bytes // 2, *self.recompute.update_bytes.values(), 0)
 
     # Seconds
 

@@ -409,11 +409,8 @@ class Tier:
     def finish(self) -> None:
         """Wait until every parameter is updated and written; then commit to disks, unless the training loop does."""
         updates = self._ready()
-        for name, grad in self._waiting.items():
-            local = local_of(grad)
-            local.untyped_storage().resize_(local.numel() * local.element_size())
-            updates.begin(self.parked[name], grad, from_store=True)
-        self._waiting = {}
+        while self._waiting:
+            self._begin_waiting(next(iter(self._waiting)))
         updates.finish()
         self.residence.end_backward()
         self.norm = self._total(self._squares) ** 0.5
@@ -421,6 +418,13 @@ class Tier:
         self.step += 1
         if self.commits:
             self.commit()
+
+    def _begin_waiting(self, name: str) -> None:
+        """Start the update from a gradient that waits on the tier; from here on only the update holds it."""
+        grad = self._waiting.pop(name)
+        local = local_of(grad)
+        local.untyped_storage().resize_(local.numel() * local.element_size())
+        self._ready().begin(self.parked[name], grad, from_store=True)
 
     def commit(self, notes: Mapping[str, Any] | None = None, force: bool = False) -> None:
         """Commit the finished step, if it is due or `force` is set; a collective call. `notes` are saved with it.
