@@ -75,6 +75,15 @@ def test_a_call_is_its_kernel(func, args, out, name, dims, work) -> None:
     assert kernel_of(func, args, {}, out) == Kernel(name, dims, work)
 
 
+def test_gelu_by_tanh_is_a_kernel_of_its_own_and_has_the_exact_one_as_stand_in() -> None:
+    by_tanh = kernel_of(aten.gelu_backward.default, (empty(10), empty(10)), {"approximate": "tanh"}, empty(10))
+    assert by_tanh == Kernel("gelu_backward_tanh", (120,), 120)
+    rows = {"gelu_backward fp32": [[120.0, 1e9]], "mul fp32": [[120.0, 1e8]]}
+    assert KernelTable(rows).seconds(by_tanh, "fp32") == pytest.approx(120 / 1e9)
+    rows["gelu_backward_tanh fp32"] = [[120.0, 4e8]]
+    assert KernelTable(rows).seconds(by_tanh, "fp32") == pytest.approx(120 / 4e8)
+
+
 @pytest.mark.parametrize(("name", "stand_in"), [("sub", "mul"), ("_foreach_add_", "mul_"), ("mean", "sum"),
                                                  ("copy__strided", "clone_strided")])  # fmt: skip
 def test_a_kernel_that_was_not_measured_has_a_family(name: str, stand_in: str) -> None:

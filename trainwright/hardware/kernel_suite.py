@@ -125,6 +125,9 @@ def _movers(dtype: str, quick: bool) -> Iterator[Call]:
         x, y = _random(dtype, num_rows, 256), _random(dtype, num_rows, 256)
         for func, args in itertools.chain(_unary(x, y), _binary(x, y), _updates(x, y)):
             yield Call(func, args, dtype)
+        by_tanh = {"approximate": "tanh"}
+        yield Call(torch.ops.aten.gelu.default, (x,), dtype, by_tanh)
+        yield Call(torch.ops.aten.gelu_backward.default, (x, y), dtype, by_tanh)
         in_order = {"memory_format": torch.contiguous_format}
         yield Call(torch.ops.aten.clone.default, (_out_of_order(x),), dtype, in_order)
 
