@@ -7,16 +7,20 @@ import itertools
 import math
 import os
 import re
+import time
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from trainwright.artifacts import Cluster, MeshAxis, UserError
+from trainwright.hardware import measure
 from trainwright.hardware.calibrate import _fit_memory, fit_ring
 from trainwright.hardware.collectives import KINDS, terms
+from trainwright.launch.cores import num_cores
 
 hardware = importlib.import_module("trainwright.hardware")  # the facade's verb has the same name
 
@@ -217,6 +221,22 @@ def test_calibrate_quick_measures_and_its_file_is_hardware(tmp_path: Path) -> No
     assert 1e-7 < device.launch_s < 1e-3
     assert 1e-6 < cluster.links[0].latency_s < 0.1
     assert 1e6 < cluster.links[0].bandwidth_bytes_per_s < 1e11
+
+
+def test_what_others_take_of_the_processors_lengthens_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is kept from its core for longer than it computes; where processes outnumber cores, that counts."""
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
+
+    def kept_waiting() -> None:
+        until = time.thread_time() + 1e-3
+        while time.thread_time() < until:
+            pass
+        time.sleep(5e-3)
+
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    assert 1e-3 <= measure._seconds(kept_waiting, 0.01) < 3e-3
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: num_cores() + 1)
+    assert measure._seconds(kept_waiting, 0.01) >= 6e-3
 
 
 def test_calibrate_needs_a_process() -> None:

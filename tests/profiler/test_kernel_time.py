@@ -69,6 +69,8 @@ def empty(*shape: int) -> torch.Tensor:
         (aten.native_layer_norm.default, (empty(5, 2, 3), [2, 3], None, None, 1e-5), (empty(5, 2, 3), empty(5), empty(5)),
          "native_layer_norm", (5, 6), 280),
         (aten.clone.default, (empty(4, 6),), empty(4, 6), "clone", (192,), 192),
+        (aten.embedding_dense_backward.default, (empty(2, 5, 3), torch.zeros(2, 5, dtype=torch.int64, device="meta"), 7, -1, False),
+         empty(7, 3), "embedding_dense_backward", (10, 3, 7), 284),
     ],
 )  # fmt: skip
 def test_a_call_is_its_kernel(func, args, out, name, dims, work) -> None:

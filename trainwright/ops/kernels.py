@@ -4,6 +4,7 @@ products        mm [m, k, n], bmm [b, m, k, n]              work: FLOPs; those t
 convolutions    [positions, c_in, c_out, area of the kernel]  work: FLOPs; those with one channel a group apart
 attention       [b·h, s_q, s_k, d], causal ones apart       work: FLOPs of the full square
 rows            [rows, their length]                        work: bytes read and written; softmax and norms over them
+tables          [rows, their length, entries]               work: those bytes; gradients of tables of embeddings
 anything else   [bytes read and written]                     work: those bytes; copies and elementwise ops that read or
                                                              write memory out of order apart, GELU by tanh too
 """
@@ -83,6 +84,8 @@ def kernel_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     name = _packet_name(func) + ("_tanh" if kwargs.get("approximate") == "tanh" else "")
     if name in _OVER_ROWS:
         return Kernel(name, _rows(name, args), num_bytes)
+    if name == "embedding_dense_backward":  # it adds row by row: short ones take as long as long ones
+        return Kernel(name, (args[1].numel(), out.shape[-1], out.shape[0]), num_bytes)
     is_apart = (name in _COPIES or torch.Tag.pointwise in getattr(func, "tags", ())) and _is_strided(args, out)
     return Kernel(f"{name}_strided" if is_apart else name, (num_bytes,), num_bytes)
 
