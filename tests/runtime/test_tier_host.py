@@ -95,7 +95,9 @@ def test_any_plan_may_rest_in_the_host(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", [{}, {"keep_bytes": 150_000}, {"update": "after"}], ids=str)
+@pytest.mark.parametrize(
+    "policy", [{"keep_bytes": 1 << 40}, {"keep_bytes": 150_000}, {"keep_bytes": 1 << 40, "update": "after"}], ids=str
+)
 @pytest.mark.parametrize("budget", [None, "1.2MiB", "900KiB"])
 def test_every_policy_moves_what_is_planned(budget: str | None, policy: dict[str, Any]) -> None:
     plan = planned(budget, **policy)
@@ -114,10 +116,27 @@ def test_every_policy_moves_what_is_planned(budget: str | None, policy: dict[str
     module.tier.close()
 
 
-def test_nothing_is_moved_without_need() -> None:
-    plan = planned(None)
+@pytest.mark.parametrize("hardware", [with_host(), with_host(2), "4xa100"])
+def test_nothing_is_moved_without_need(hardware: Any) -> None:
+    """Where all may stay, what is allowed to stay needs no tier, and one that is kept takes no time: no transfer hides or shows."""
+    loaded, question = gpt2(), {"hardware": hardware, "offload": "none"}
+    assert tw.plan(loaded.model, loaded.batch, tier=Policy(WINDOW, place="host"), **question).tier is None
+    plan = tw.plan(loaded.model, loaded.batch, tier=Policy(WINDOW, 1 << 40, place="host"), **question)
     assert plan.tier is not None
     assert (plan.tier.read_bytes, plan.tier.written_bytes, plan.tier.host_bytes) == (0, 0, 0)
+    assert plan.predicted.transfer_s == 0.0
+
+
+def test_where_a_plan_without_the_tier_is_faster_it_is_taken() -> None:
+    loaded = gpt2()
+    for budget in ("1.5MiB", "1.1MiB", "900KiB"):
+        question = {"hardware": with_host(), "memory": budget}
+        with_tier = tw.plan(loaded.model, loaded.batch, tier=Policy(WINDOW, place="host"), **question)
+        try:
+            alone = tw.plan(loaded.model, loaded.batch, **question)
+        except Refusal:
+            continue
+        assert with_tier.predicted.step_s <= alone.predicted.step_s * (1 + 1e-3)
 
 
 def test_the_hosts_capacity_binds() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -52,9 +53,14 @@ def with_place(args: list[str]) -> list[str]:
     completed: list[str] = []
     for index, arg in enumerate(own):
         completed.append(arg)
-        if arg == "--tier" and own[index + 1 : index + 2] not in ([place] for place in PLACES):
+        if arg == "--tier" and not any(map(_is_word, own[index + 1 : index + 2])):
             completed.append(PLACES[0])
     return completed + args[len(own) :]
+
+
+def _is_word(arg: str) -> bool:
+    """Tell whether an argument is a place or meant as one: models are written with a colon, or as files."""
+    return arg.isalpha() or Path(arg).is_dir()
 
 
 TierWindowOption = Annotated[
@@ -141,6 +147,10 @@ def rests_in_host(tier: str | None, plan: Plan) -> bool:
 
 def policy_of(place: str, window: str | None, keep: str | None, update: str | None, commit_every: int | None) -> Policy:
     """Return how `plan --tier` is to use its disks, or the host; `UserError` for what cannot be."""
+    if place not in PLACES:
+        raise UserError(
+            f"--tier needs {' or '.join(PLACES)} in a plan; got {place!r}; folders are given to `train --tier`"
+        )
     from ..runtime import TierOptions
 
     return TierOptions(

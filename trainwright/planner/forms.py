@@ -1,9 +1,10 @@
 """The forms of a question, each captured when its turn comes, and pipeline stages, as spaces of the search.
 
-A form trains the same model on the same batch: in more micro-batches, with its loss in chunks, without offloading, with sampled
-gradients. None makes a step faster by itself, but for the last; they take less memory, or are solved sooner, and are looked at
-where memory binds. Ranks order what changes the results: whole logits before a loss in chunks, exact gradients before sampled
-(1 is that of `ways.Ways` where all else found nothing). Stages come behind plans without any; where memory binds those, before.
+A form trains the same model on the same batch: in more micro-batches, with its loss in chunks, without offloading, resting on the
+host, with sampled gradients. None makes a step faster by itself, but for the last; they take less memory, or are solved sooner,
+and are looked at where memory binds. Ranks order what changes the results: whole logits before a loss in chunks, exact gradients
+before sampled (1 is that of `ways.Ways` where all else found nothing). Stages come behind plans without any; where memory binds
+those, before.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def beginning(task: Task, recipe: str) -> list[Space]:
     Where offloading is left to the planner, what fits without is among what is searched with it.
     """
     may_offload = task.offload == "auto" and recipe == "joint" and not task.goes_again
-    first, later = task, list[Space]()
+    first, later = (_with(task, tier=None) if _may_stay(task) else task), list[Space]()
     if may_offload and task.has_host and task.budget_bytes is not None and task.pipeline is None:
         first = _with(first, offload="host")
     if task.sampled and recipe == "joint" and not any(pin.endswith("=sampled") for pin in task.pins):
@@ -52,7 +53,14 @@ def beginning(task: Task, recipe: str) -> list[Space]:
         first = _with(first, sampled=0.0)
     if first.chunked is not None and first.chunked.is_free:
         later.append(Form(partial(first.chunked.task, first), recipe, rank=RANK_CHUNKS, is_needed=_may_gain_by_chunks))
+    if first.tier is not task.tier:
+        later.append(Form(partial(_with, first, tier=task.tier), recipe, is_needed=_is_bound))
     return [*spaces_of(first, recipe), *later]
+
+
+def _may_stay(task: Task) -> bool:
+    """Return true if nothing needs to rest on the task's tier: the host has no steps to go on from, as disks have."""
+    return task.tier is not None and task.tier.place == "host" and task.tier.keep_bytes is None
 
 
 def _with(task: Task, **changes: object) -> Task:
@@ -80,6 +88,7 @@ class Form(Space):
     """The question, where the number of micro-batches makes the form."""
     number: int = 0
     """That number."""
+    may_fit: Callable[[Incumbent, Place], bool] = lambda incumbent, place: True
 
     def is_wanted(self, incumbent: Incumbent) -> bool:
         if not self.is_needed(incumbent) or self.bound_s >= incumbent.step_s * (1 - GAP):
@@ -97,6 +106,8 @@ class Form(Space):
                 yield from _more_micro_batches(self.task, self.number, self.recipe, self.bound_s, self.rank)
             return
         for space in spaces_of(task, self.recipe, self.rank):
+            if isinstance(space, Ways) and not self.may_fit(incumbent, space.place):
+                continue
             space.bound_s = max(space.bound_s, self.bound_s)
             yield space
 
@@ -115,8 +126,8 @@ def following(space: Space, incumbent: Incumbent) -> Iterator[Space]:
         return
     if task.variants is not None and incumbent.opens(f"more than {task.program.num_runs}", task):
         yield from _more_micro_batches(task, task.program.num_runs, recipe, space.bound_s, space.rank)
-    chunked = task.chunked
-    if chunked is not None and recipe == "joint" and not chunked.is_free and incumbent.opens("chunks", task):
+    chunked, asked = task.chunked, _with(task, offload=incumbent.task.offload)
+    if chunked is not None and recipe == "joint" and not chunked.is_free and incumbent.opens("chunks", asked):
         yield Form(partial(chunked.task, task), recipe, rank=max(space.rank, RANK_CHUNKS), is_needed=_is_nothing)
     yield from _offloading(task, space, incumbent)
 
@@ -127,7 +138,8 @@ def _offloading(task: Task, space: Ways, incumbent: Incumbent) -> Iterator[Form]
     if asked.offload != "auto" or recipe != "joint" or not task.has_host or not incumbent.opens("offload", task):
         return
     if task.offload == "host":
-        yield Form(partial(_with, task, offload="none"), recipe, space.bound_s, space.rank, _is_far)
+        without = partial(_with, task, offload="none")
+        yield Form(without, recipe, space.bound_s, space.rank, _is_far, may_fit=_may_fit_without)
     elif task.offload == "auto" and asked.pipeline == "auto":
         yield Form(partial(_with, task, offload="host"), recipe, rank=RANK_CHUNKS, is_needed=_is_nothing)
 
@@ -137,6 +149,15 @@ def _more_micro_batches(task: Task, num: int, recipe: str, bound_s: float, rank:
     assert task.variants is not None
     if more := [number for number in task.variants.numbers if number > num]:
         yield Form(partial(task.variants.task_of, task, min(more)), recipe, bound_s, rank, _is_bound, task, min(more))
+
+
+def _may_fit_without(incumbent: Incumbent, place: Place) -> bool:
+    """Return false where no plan fits a mesh even with offloading, which is more than a search that ended early can tell."""
+    program = place.task.program
+    return not any(
+        other.shape == place.shape and other.task.program is program and failure.outcome is not Outcome.STOPPED
+        for other, failure in incumbent.failures
+    )
 
 
 def _is_nothing(incumbent: Incumbent) -> bool:

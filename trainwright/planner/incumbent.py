@@ -86,7 +86,7 @@ class Incumbent:
 
     def opens(self, kind: str, task: Task) -> bool:
         """Return true the first time that a form is asked for."""
-        key = kind, task.offload, task.sampled, task.program.captured.loss_chunks
+        key = kind, task.offload, task.tier, task.sampled, task.program.captured.loss_chunks
         is_new = key not in self.opened
         self.opened.add(key)
         return is_new

@@ -99,14 +99,25 @@ class Timeline:
         """Append the next instruction of the forward."""
         self.moments.append((instruction, compute, comm))
 
-    def hidden_s(self) -> float:
-        """Return the seconds of communication that computation hides, forward and backward."""
+    def hidden_s(self) -> Seconds:
+        """Return the seconds of communication that computation hides in the forward, and in the backward."""
         forward, backward = _Clocks(self.costs.links), _Clocks(self.costs.links)
         for instruction, compute, comm in self.moments:
             self._forward(forward, instruction, compute[0], comm[0])
         for instruction, compute, comm in reversed(self.moments):
             self._backward(backward, instruction, compute[1], comm[1])
-        return forward.hidden_s + backward.hidden_s
+        return forward.hidden_s, backward.hidden_s
+
+    def shown_s(self, hidden: Seconds) -> list[tuple[Instruction, float, float]]:
+        """Return each instruction's seconds of forward and backward, where computation hides `hidden` of each.
+
+        What is hidden is spread evenly over the communication of its phase: transfers beside a phase need its length.
+        """
+        comm_s = [sum(comm[phase] for _, _, comm in self.moments) for phase in (0, 1)]
+        there, back = (1 - each_s / all_s if all_s else 1.0 for each_s, all_s in zip(hidden, comm_s, strict=True))
+        return [
+            (each, compute[0] + there * comm[0], compute[1] + back * comm[1]) for each, compute, comm in self.moments
+        ]
 
     def _forward(self, clocks: _Clocks, instruction: Instruction, compute_s: float, comm_s: float) -> None:
         match instruction:

@@ -10,6 +10,7 @@ of the loss (`late_loss`). A sum over labels that other ranks hold cannot be iss
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -40,7 +41,7 @@ class Price:
     recompute_s: float = 0.0
     """The reruns, with what they communicate."""
     forward_s: float = 0.0
-    """The part of compute and communication that runs in the forward, beside which values are offloaded."""
+    """The forward with the communication that no computation hides, beside which values are offloaded."""
     update_s: float = 0.0
     """The part of compute that is the optimizer's step."""
     transfer_s: float = 0.0
@@ -72,7 +73,6 @@ def price(executor: Executor, costs: CostModel, optimizer: OptimizerCost) -> Pri
     total = Price()
     shared = shared_conversions(executor.local) if costs.num_runs > 1 else {}
     timeline = Timeline(costs)
-    by_instruction = []
     for instruction in executor.local.instructions:
         if (
             isinstance(instruction, Reshard)
@@ -82,15 +82,15 @@ def price(executor: Executor, costs: CostModel, optimizer: OptimizerCost) -> Pri
         compute, comm = _instruction_s(executor, instruction, costs)
         total.compute_s += sum(compute)
         total.comm_s += sum(comm)
-        total.forward_s += compute[0] + comm[0]
         total.by_op[instruction.key] += sum(compute) + sum(comm)
         timeline.add(instruction, compute, comm)
-        by_instruction.append((instruction, compute[0] + comm[0], compute[1] + comm[1]))
+    # On CPUs the cores that compute are the ones that communicate: nothing counts as hidden there.
+    hidden = timeline.hidden_s() if costs.device.kind == "gpu" else (0.0, 0.0)
+    total.hidden_comm_s = sum(hidden)
+    by_instruction = timeline.shown_s(hidden)
+    total.forward_s = sum(forward for _, forward, _ in by_instruction)
     if costs.num_runs > 1:
         total.comm_s += _weights_s(executor.local, costs)
-    if costs.device.kind == "gpu":
-        # On CPUs the cores that compute are the ones that communicate: nothing counts as hidden there.
-        total.hidden_comm_s = timeline.hidden_s()
     by_rerun = {region: _rerun_s(executor, rerun, costs) for region, rerun in executor.reruns.items()}
     total.recompute_s = sum(by_rerun.values())
     updates = {
@@ -104,7 +104,8 @@ def price(executor: Executor, costs: CostModel, optimizer: OptimizerCost) -> Pri
         moved_bytes = executor.store.num_bytes if isinstance(executor.store, CountingStore) else 0
         total.seconds, local = StepSeconds(by_instruction, by_rerun, updates), executor.local
         whole_s = step_s(local, local.decisions, total.seconds, moved_bytes, costs, optimizer)
-        total.transfer_s = max(0.0, whole_s - total.step_s)
+        is_more = not math.isclose(whole_s, total.step_s)  # the same seconds are summed in another order
+        total.transfer_s = max(0.0, whole_s - total.step_s) if is_more else 0.0
         return total
     if costs.tier is not None and isinstance(executor.store, CountingStore):
         total.transfer_s = _transfer_s(total, executor.store, costs.tier, costs.num_passes)
@@ -196,7 +197,7 @@ def _states_s(total: Price, local: LocalProgram, costs: CostModel, tier: Tier, o
 
 def _transfer_s(total: Price, store: CountingStore, tier: Tier, num_passes: float) -> float:
     """Return the seconds by which offloading outlasts the forward, and fetching back outlasts the backward."""
-    backward_s = total.compute_s + total.comm_s - total.forward_s - total.update_s + total.recompute_s
+    backward_s = total.compute_s + total.exposed_comm_s - total.forward_s - total.update_s + total.recompute_s
     out_s, back_s = (num_passes * each for each in tier.transfers_s(store.num_bytes, store.num_transfers))
     return tier.exposed_s(out_s, total.forward_s) + tier.exposed_s(back_s, backward_s)
 
