@@ -188,12 +188,14 @@ class Ways(Space):
         incumbent.offer(found)
         self.known = found if self.known is None or found.step_s < self.known.step_s else self.known
         self.is_bound = self.known.answer.binds
-        yield from self._next()
+        yield from self._next(incumbent)
 
     def _after_nothing(self, incumbent: Incumbent, refused: Infeasible, is_whole: bool) -> Iterator[Space]:
         is_slower = refused.outcome is Outcome.SLOWER
         if self.known is not None:
-            yield from self._next()
+            if refused.outcome is Outcome.STOPPED:
+                self._leave_unproven(incumbent, self.known)
+            yield from self._next(incumbent)
         elif self.turn < self._last and is_slower != self.place.solver.hides:
             # GPUs try the way that holds most first, CPUs the one that holds least
             yield replace(self, turn=self._skip(self.turn + 1))
@@ -213,7 +215,7 @@ class Ways(Space):
         """Return the next way that needs no answer to begin from."""
         return turn + 1 if self.ways[turn] == "as seen" else turn
 
-    def _next(self) -> Iterator[Space]:
+    def _next(self, incumbent: Incumbent) -> Iterator[Space]:
         """Yield what is worth it after the ways before have found an answer."""
         if self.known is None:
             return
@@ -221,8 +223,15 @@ class Ways(Space):
             if self._is_worth_it(self.ways[turn], self.known):
                 yield replace(self, turn=turn, is_again=False)
                 return
+        if self._last > self._skip(self.turn):
+            self._leave_unproven(incumbent, self.known)
         if self.known.answer.binds and not self.is_beside:
             yield from self._beside()
+
+    def _leave_unproven(self, incumbent: Incumbent, known: Found) -> None:
+        """Lower the bound to what holds for ways that are not searched to their end: what is proven of one way binds no other."""
+        if known.answer.binds and self.place.task.budget_bytes is not None and self.place.solver.hides:
+            incumbent.bound_s = min(incumbent.bound_s, known.answer.floor_s)
 
     def _beside(self, refused: Infeasible | None = None) -> Iterator[Space]:
         """Yield the space of the recipe that `joint` is held against.
@@ -246,14 +255,11 @@ class Ways(Space):
             return seconds - answer.objective_s > NEAR * answer.objective_s and known.price.hidden_comm_s > 0
         if not answer.binds or self.place.task.budget_bytes is None:
             return False  # what holds less is not faster
-        first = solver.travelling(self.ways[0])  # type: ignore[arg-type]
         if not solver.hides:
+            first = solver.travelling(self.ways[0])  # type: ignore[arg-type]
             shareable_s = first.plain()[1].joined.shareable_s
             return shareable_s > solver.effort.worth * answer.objective_s and seconds * (1 - GAP) > answer.floor_s
-        # the rows saw less than there is: what travels ahead holds what binds
-        is_tight = answer.row_budget is not None and answer.row_budget <= (self.place.task.usable_bytes or 0)
-        dear = solver.effort.dear_of_small if is_tight and first.is_small else solver.effort.dear
-        return answer.gap is None or answer.gap > NEAR or seconds > dear * answer.floor_s
+        return seconds > (1 + NEAR) * answer.floor_s
 
 
 def _delta(answer: Answer, price: Price) -> float:

@@ -24,7 +24,21 @@ class Search:
         self.best: Answer | None = None
         self._misses = 0
         self._progress = progress
-        self.done = False
+        self.is_full = False
+        """True once an answer leaves little of the true budget."""
+
+    @property
+    def is_narrow(self) -> bool:
+        """True once the next aim would be nearly one of those before."""
+        return self._is_within(0.2 * NEAR)
+
+    @property
+    def is_spent(self) -> bool:
+        """True once aims are as near one another as sizes of values are."""
+        return self._is_within(0.02 * NEAR)
+
+    def _is_within(self, share: float) -> bool:
+        return self.low is not None and self.high is not None and self.high - self.low < share * self.budget
 
     def note_nothing(self) -> bool:
         """Move on from an aim that let in nothing that is wanted; False where no larger one is left to try."""
@@ -46,17 +60,15 @@ class Search:
         if left >= 0:
             self.low = self.aim
             self.offer(answer)
-            self.done = left <= NEAR * self.budget
+            self.is_full = left <= NEAR * self.budget
             self.aim += 0.97 * left
         else:
             self.high = self.aim
             self._misses += 1
             # where less in the rows is not as much less in truth, larger steps
             self.aim += (0.02 + self._misses) * left - 0.001 * self.budget
-        if self.low is not None and self.high is not None:
-            self.done |= self.high - self.low < 0.2 * NEAR * self.budget
-            if not self.low < self.aim < self.high:
-                self.aim = (self.low + self.high) / 2
+        if self.low is not None and self.high is not None and not self.low < self.aim < self.high:
+            self.aim = (self.low + self.high) / 2
 
 
 def _rank(answer: Answer) -> tuple[float, float]:

@@ -103,10 +103,6 @@ class Effort:
     """True where known shardings always begin with the wide one."""
     worth: float = 0.01
     """The share of a step that all shareable latencies must take for buckets to be worth a search, where nothing is hidden."""
-    dear: float = 1.25
-    """Where memory makes a step this many times slower than without a budget, ways that hold less are searched too."""
-    dear_of_small: float = 1.02
-    """The same ratio where that takes little."""
     is_held_against_fsdp: bool = False
     """True where `joint` is held against a search of `fsdp` by itself."""
 
@@ -116,9 +112,8 @@ class Effort:
         fields: dict[str, object] = {}
         if problem.is_quick:
             fields |= dict.fromkeys(("bisects_refits", "begins_wide", "is_wide", "is_held_against_fsdp"), True)
-            fields |= {"dear": cls.dear_of_small}
         if problem.is_long:
-            fields |= {"simulates_below": cls.tries_below, "dear": math.inf}
+            fields |= {"simulates_below": cls.tries_below}
         if is_large(problem):
             fields |= {"patience_within": _PATIENCE_OF_LARGE, "solve_share": 1 / 2}
         return cls(**fields)  # type: ignore[arg-type]

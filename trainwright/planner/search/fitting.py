@@ -69,7 +69,7 @@ class Fitting:
                 return refused
             else:
                 continue  # under the row budget of that plan the rows let in others, and prove what they take
-            if search.done or self._is_over(self._deadline):
+            if self._is_settled or self._is_over(self._deadline):
                 break
         if search.best is None and math.isfinite(self.settings.cutoff_s):
             return self._cut_off()
@@ -79,10 +79,18 @@ class Fitting:
         return self._smallest_that_fits() if best is None else replace(self._proven(best), row_budget=low)
 
     def _proven(self, answer: Answer) -> Answer:
-        """Return an answer, which may be fitted to one sharding alone, with its gap to what is proven of all of them."""
+        """Return an answer with its gap to what is proven of all shardings, under the widest of the row budgets."""
         if not self.settings.floor_s < self._proven_s < math.inf:
             return answer
-        return answer.bounded(max(answer.bound_s, min(self._proven_s, answer.objective_s)))
+        return answer.bounded(min(self._proven_s, answer.objective_s))
+
+    @property
+    def _is_settled(self) -> bool:
+        """True where no other row budget is worth a solve; it is while what did not fit was much faster than what fits."""
+        search = self.search
+        if search.best is None or search.high is None or search.best.objective_s <= (1 + NEAR) * self._proven_s:
+            return search.is_narrow or search.is_full
+        return search.is_spent
 
     def _known(self) -> Answer | None:
         """Return the fastest answer with a known sharding that fits: where the search found none in time."""
@@ -130,7 +138,7 @@ class Fitting:
         self.search.aim = rows_peak
         self.search.note(smallest)
         self._refit(smallest, rows_peak, -math.inf)
-        self.search.done = False  # that it fits says nothing of what is fastest
+        self.search.is_full = False  # that it fits says nothing of what is fastest
         return None
 
     def _smallest_that_fits(self) -> Answer | Infeasible:
@@ -187,7 +195,7 @@ class Fitting:
             self.settings.deadline.part(self.effort.known_share * self.settings.time_limit_s)
         )
         for _ in range(self.effort.refits):
-            if own.done or self._is_over(deadline):
+            if own.is_full or own.is_narrow or self._is_over(deadline):
                 break
             found = self._solve_held(held, own.aim, deadline)
             if found.values is None or found.objective >= self._to_beat:
