@@ -15,7 +15,7 @@ from .model.hidden import EXPOSED
 from .model.outcome import Outcome
 from .problem.recipes import restriction
 from .search.answer import Answer, Infeasible, Settings
-from .search.effort import GAP, NEAR
+from .search.effort import CLOSE, GAP, NEAR
 from .search.guard import no_slower_than_known, unproven
 from .search.proposals import first_that_fits
 from .search.solve import Solver, both
@@ -259,7 +259,7 @@ class Ways(Space):
             first = solver.travelling(self.ways[0])  # type: ignore[arg-type]
             shareable_s = first.plain()[1].joined.shareable_s
             return shareable_s > solver.effort.worth * answer.objective_s and seconds * (1 - GAP) > answer.floor_s
-        return seconds > (1 + NEAR) * answer.floor_s
+        return seconds > (1 + CLOSE) * answer.floor_s
 
 
 def _delta(answer: Answer, price: Price) -> float:

@@ -18,10 +18,11 @@ GAP = 1e-3
 """A search ends where its answer is proven to be within this of the optimum, and looks for nothing that gains less."""
 NEAR = 0.02
 """What is within this share of its bound, budget or price is not looked at again."""
+CLOSE = 5e-3
+"""The same after seconds of search, as is the typical error of the objective."""
 
-
-_PATIENCE = Patience(2.0, 5e-3)
-_PATIENCE_IN_BUCKETS = Patience(2.0, 5e-3, grows=True)
+_PATIENCE = Patience(2.0, CLOSE)
+_PATIENCE_IN_BUCKETS = Patience(2.0, CLOSE, grows=True)
 _PATIENCE_OF_LARGE = Patience(2.0, 2e-2)
 _PATIENCE_FOR_LEAST = Patience(1.0, 2e-2)
 
@@ -40,7 +41,7 @@ class Effort:
     """The patience within a budget, where it differs from these."""
     patience_for_least: Patience = _PATIENCE_FOR_LEAST
     """The patience with what holds least: a little more does, since its rows are fitted afterwards."""
-    gap_of_least: float = 5e-3
+    gap_of_least: float = CLOSE
     """The gap of what holds least."""
     longest_least_s: float = 15.0
     """No search for what holds least takes longer."""
@@ -93,7 +94,7 @@ class Effort:
     """The plan that keeps everything is simulated before the search if its peak by the rows is below this many times the budget."""
     tries_below: float = 1.1
     """That plan may fit if its peak by the rows is below this many times the budget; a recipe, if the least found is."""
-    often_off: float = 5e-3
+    often_off: float = CLOSE
     """The typical relative error of the objective: a known sharding that it ranks slower by no more may be the faster one."""
     room: float = 1.02
     """The first row budget of a known sharding, as a multiple of the answer's."""
