@@ -18,6 +18,10 @@ SIZES: dict[str, dict[str, Any]] = {
                   "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 4096},
     "llama-512": {"name": "llama-tiny", "batch_size": 8, "seq_len": 128, "hidden_size": 512, "intermediate_size": 1376,
                   "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 4096},
+    "bert-256": {"name": "bert-tiny", "batch_size": 8, "seq_len": 128, "hidden_size": 256, "intermediate_size": 1024,
+                 "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 4096},
+    "t5-256": {"name": "t5-tiny", "batch_size": 8, "seq_len": 128, "d_model": 256, "d_ff": 1024, "d_kv": 32, "num_heads": 8,
+               "num_layers": 2, "num_decoder_layers": 2, "vocab_size": 4096},
     "vit-256": {"name": "vit-tiny", "batch_size": 16, "hidden_size": 256, "intermediate_size": 1024,
                 "num_hidden_layers": 6, "num_attention_heads": 8, "image_size": 96, "patch_size": 8},
 }  # fmt: skip

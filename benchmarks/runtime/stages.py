@@ -1,6 +1,6 @@
 """Predicted against measured steps of two pipeline stages on two processes of this machine, beside the plan without stages.
 
-    python -m benchmarks.runtime.stages [SIZE…] [--rounds N] [--micro-batches M] [--hardware FILE] [--keep]
+    python -m benchmarks.runtime.stages [SIZE…] [--rounds N] [--micro-batches M] [--hardware FILE] [--remark TEXT] [--keep]
 
 This machine is calibrated first, unless a file of it is given. All plans live in the same two processes, and every round each
 takes one step.
@@ -34,10 +34,13 @@ BAR = 0.05
 def main() -> None:
     """Measure and print; with `--keep` write the record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("sizes", nargs="*", default=["gpt2-256", "llama-512"])
+    parser.add_argument("sizes", nargs="*", default=["gpt2-256", "llama-512", "bert-256", "t5-256"])
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--hardware", help="a file of `calibrate`; left out, this machine is calibrated")
+    parser.add_argument(
+        "--remark", action="append", default=[], help="what the record says of how the machine was used"
+    )
     parser.add_argument("--keep", action="store_true", help="write the record")
     arguments = parser.parse_args()
     hardware = arguments.hardware or tw.calibrate(2, progress=print)
@@ -46,6 +49,7 @@ def main() -> None:
         f"The bar: a step within {BAR:.0%} of its prediction, on a machine that does nothing else.",
         f"{arguments.micro_batches} micro-batches, fp32, fused AdamW; medians of {arguments.rounds} rounds in turn.",
         "`beside`: the error of a step where that of the plan without stages is taken to be none.",
+        *arguments.remark,
     ]
     record.write("runtime-stages", {"Predicted against measured": rows}, remarks, keep=arguments.keep)
 

@@ -7,6 +7,7 @@ import itertools
 import math
 import os
 import re
+import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any, cast
@@ -21,8 +22,10 @@ import trainwright as tw
 from trainwright.artifacts import Cluster, MeshAxis, UserError
 from trainwright.artifacts.cluster import axis_over
 from trainwright.cli.app import app
+from trainwright.hardware import measure
 from trainwright.hardware.calibrate import _fit_memory, fit_ring, with_host
 from trainwright.hardware.collectives import KINDS, terms
+from trainwright.launch.cores import num_cores
 from trainwright.tiers import Policy
 
 hardware = importlib.import_module("trainwright.hardware")  # the facade's verb has the same name
@@ -310,6 +313,22 @@ def test_a_measured_host_is_where_plans_rest() -> None:
 def test_measuring_a_gpus_copies_needs_one() -> None:
     with pytest.raises(UserError, match="a GPU is needed with --gpu"):
         CliRunner().invoke(app, ["calibrate", "--gpu"], catch_exceptions=False)
+
+
+def test_what_others_take_of_the_processors_lengthens_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is kept from its core for longer than it computes; where processes outnumber cores, that counts."""
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
+
+    def kept_waiting() -> None:
+        until = time.thread_time() + 1e-3
+        while time.thread_time() < until:
+            pass
+        time.sleep(5e-3)
+
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    assert 1e-3 <= measure._seconds(kept_waiting, 0.01) < 3e-3
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: num_cores() + 1)
+    assert measure._seconds(kept_waiting, 0.01) >= 6e-3
 
 
 def test_calibrate_needs_a_process() -> None:

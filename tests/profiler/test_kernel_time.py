@@ -69,10 +69,21 @@ def empty(*shape: int) -> torch.Tensor:
         (aten.native_layer_norm.default, (empty(5, 2, 3), [2, 3], None, None, 1e-5), (empty(5, 2, 3), empty(5), empty(5)),
          "native_layer_norm", (5, 6), 280),
         (aten.clone.default, (empty(4, 6),), empty(4, 6), "clone", (192,), 192),
+        (aten.embedding_dense_backward.default, (empty(2, 5, 3), torch.zeros(2, 5, dtype=torch.int64, device="meta"), 7, -1, False),
+         empty(7, 3), "embedding_dense_backward", (10, 3, 7), 284),
     ],
 )  # fmt: skip
 def test_a_call_is_its_kernel(func, args, out, name, dims, work) -> None:
     assert kernel_of(func, args, {}, out) == Kernel(name, dims, work)
+
+
+def test_gelu_by_tanh_is_a_kernel_of_its_own_and_has_the_exact_one_as_stand_in() -> None:
+    by_tanh = kernel_of(aten.gelu_backward.default, (empty(10), empty(10)), {"approximate": "tanh"}, empty(10))
+    assert by_tanh == Kernel("gelu_backward_tanh", (120,), 120)
+    rows = {"gelu_backward fp32": [[120.0, 1e9]], "mul fp32": [[120.0, 1e8]]}
+    assert KernelTable(rows).seconds(by_tanh, "fp32") == pytest.approx(120 / 1e9)
+    rows["gelu_backward_tanh fp32"] = [[120.0, 4e8]]
+    assert KernelTable(rows).seconds(by_tanh, "fp32") == pytest.approx(120 / 4e8)
 
 
 @pytest.mark.parametrize(("name", "stand_in"), [("sub", "mul"), ("_foreach_add_", "mul_"), ("mean", "sum"),

@@ -18,7 +18,7 @@ from .presets import DISK_LATENCY_S
 
 Row = tuple[Collective, float, float]
 """A measured collective: kind, bytes as in `collectives.seconds`, seconds."""
-_TIMEOUT_S = 600
+_TIMEOUT_S = 1800
 
 
 def calibrate(

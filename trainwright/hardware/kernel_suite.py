@@ -125,6 +125,9 @@ def _movers(dtype: str, quick: bool) -> Iterator[Call]:
         x, y = _random(dtype, num_rows, 256), _random(dtype, num_rows, 256)
         for func, args in itertools.chain(_unary(x, y), _binary(x, y), _updates(x, y)):
             yield Call(func, args, dtype)
+        by_tanh = {"approximate": "tanh"}
+        yield Call(torch.ops.aten.gelu.default, (x,), dtype, by_tanh)
+        yield Call(torch.ops.aten.gelu_backward.default, (x, y), dtype, by_tanh)
         in_order = {"memory_format": torch.contiguous_format}
         yield Call(torch.ops.aten.clone.default, (_out_of_order(x),), dtype, in_order)
 
@@ -154,8 +157,11 @@ def _binary(x: Any, y: Any) -> Iterator[tuple[Any, tuple[Any, ...]]]:
     yield aten.add.Tensor, (x, y)
     yield aten.mul.Tensor, (x, y)
     yield aten.div.Tensor, (x, y)
-    yield aten.where.self, (x > 0, x, y)
-    yield aten.masked_fill.Scalar, (x, x > 0, 0.0)
+    mask = (torch.arange(x.shape[1]) < x.shape[1] // 2).repeat(
+        x.shape[0], 1
+    )  # in runs, as a model's are, not by chance
+    yield aten.where.self, (mask, x, y)
+    yield aten.masked_fill.Scalar, (x, mask, 0.0)
     yield aten.cat.default, ([x, y], -1)
     yield aten.mul.Tensor, (_out_of_order(x), y.view(-1, 8, 4, 8))
     yield aten.slice_backward.default, (y, [x.shape[0], 512], 1, 0, 256, 1)
@@ -219,8 +225,9 @@ def _pooling_and_gathers(quick: bool) -> Iterator[Call]:
         yield Call(aten.max_pool2d_with_indices_backward.default, (out, x, *pool, places), "fp32")
     for num_rows, num_entries in ((64, 4096), (1024, 4096)) if quick else ((64, 128), (1024, 4096), (8192, 131072)):
         table, rows = _random("fp32", num_entries, 256), torch.arange(num_rows) % num_entries
-        grad = _random("fp32", num_rows, 256)
         yield Call(aten.embedding.default, (table, rows), "fp32")
+    for num_rows, width, num_entries in _tables(quick):
+        grad, rows = _random("fp32", num_rows, width), torch.arange(num_rows) % num_entries
         yield Call(aten.embedding_dense_backward.default, (grad, rows, num_entries, -1, False), "fp32")
     for num_rows, width in ((64, 256), (256, 4096)) if quick else ((16, 64), (64, 1024), (256, 16384), (512, 65536)):
         table, rows = _random("fp32", 16, width), torch.arange(num_rows) % 16
@@ -232,6 +239,13 @@ def _pooling_and_gathers(quick: bool) -> Iterator[Call]:
         yield Call(aten.nll_loss_forward.default, (logits, labels, *reduced), "fp32")
         loss, weight = aten.nll_loss_forward.default(logits, labels, *reduced)
         yield Call(aten.nll_loss_backward.default, (loss, logits, labels, *reduced, weight), "fp32")
+
+
+def _tables(quick: bool) -> Iterator[tuple[int, int, int]]:
+    """Yield rows, width and entries of tables: of words, wide and long, and of positions' distances, narrow and short."""
+    yield from itertools.product((64, 4096) if quick else (64, 1024, 16384), (8, 256), (32, 4096))
+    if not quick:
+        yield 8192, 256, 131072
 
 
 def _random(dtype: str, *shape: int) -> Any:

@@ -4,8 +4,9 @@ products        mm [m, k, n], bmm [b, m, k, n]              work: FLOPs; those t
 convolutions    [positions, c_in, c_out, area of the kernel]  work: FLOPs; those with one channel a group apart
 attention       [b·h, s_q, s_k, d], causal ones apart       work: FLOPs of the full square
 rows            [rows, their length]                        work: bytes read and written; softmax and norms over them
+tables          [rows, their length, entries]               work: those bytes; gradients of tables of embeddings
 anything else   [bytes read and written]                     work: those bytes; copies and elementwise ops that read or
-                                                             write memory out of order apart
+                                                             write memory out of order apart, GELU by tanh too
 """
 
 from __future__ import annotations
@@ -80,9 +81,11 @@ def kernel_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
             return Kernel(*_attention(func, args, kwargs), work)
         return Kernel(*_product(name, args, out), work)
     num_bytes = bytes_moved(func, args, out)
-    name = _packet_name(func)
+    name = _packet_name(func) + ("_tanh" if kwargs.get("approximate") == "tanh" else "")
     if name in _OVER_ROWS:
         return Kernel(name, _rows(name, args), num_bytes)
+    if name == "embedding_dense_backward":  # it adds row by row: short ones take as long as long ones
+        return Kernel(name, (args[1].numel(), out.shape[-1], out.shape[0]), num_bytes)
     is_apart = (name in _COPIES or torch.Tag.pointwise in getattr(func, "tags", ())) and _is_strided(args, out)
     return Kernel(f"{name}_strided" if is_apart else name, (num_bytes,), num_bytes)
 
@@ -101,12 +104,15 @@ def stand_ins(name: str) -> tuple[str, ...]:
 
     >>> stand_ins("attention_causal"), stand_ins("sub_strided")
     (('attention_causal', 'attention', 'mul'), ('sub_strided', 'mul_strided'))
+    >>> stand_ins("gelu_tanh")
+    ('gelu_tanh', 'gelu', 'mul')
     >>> stand_ins("addmm"), stand_ins("grouped_mm")
     (('addmm', 'mm'), ('grouped_mm', 'bmm'))
     """
     if name in _LIKE:
         return name, _LIKE[name]
-    return tuple(dict.fromkeys((name, name.removesuffix("_causal"), family(name))))
+    plain = name.removesuffix("_causal").removesuffix("_tanh")
+    return tuple(dict.fromkeys((name, plain, family(name))))
 
 
 def family(name: str) -> str:

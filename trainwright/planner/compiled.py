@@ -24,7 +24,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
 
 from ..artifacts import Plan, Predicted, Refusal, SolverInfo, UserError
 from ..program.compiled_shares import compiled_section
@@ -221,6 +220,8 @@ def choose(costs: Sequence[Sequence[Any]], alike: Sequence[tuple[int, int]], bud
     costs: for each option, in rising order of what it keeps, the `SpanCost` of every region, in the order of the forward.
     alike: pairs of regions of which the second may keep no less than the first. budget: bytes; None: the least peak is looked for.
     """
+    from scipy.optimize import Bounds, LinearConstraint, milp  # every plan would take its time to import
+
     num_options, num_regions = len(costs), len(costs[0])
     num = num_options * num_regions  # x[r, a] stands at r * num_options + a; the last column is the peak
     saved, seconds, back, forth = (

@@ -97,6 +97,8 @@ class OpRecord:
     """The peak bytes of the op's forward, beyond its inputs, its outputs and what it saves."""
     aliases: dict[int, int]
     """Output position → position of the argument whose memory it shares."""
+    num_calls: tuple[int, int]
+    """The ATen calls of its forward and of its backward, views and allocations among them."""
 
 
 @dataclass(eq=False)
@@ -223,6 +225,7 @@ def summary(
         backward.tracker.peak_bytes,
         forward.tracker.peak_bytes - forward_left,
         {place: ins.index(key) for place, key in enumerate(outs) if key in ins},
+        (forward.num_calls, backward.num_calls),
     )
 
 
@@ -231,13 +234,15 @@ def _storage(tensor: Array) -> int:
 
 
 class CallCounter:
-    """Lists the cost of every ATen call that runs under its tracker."""
+    """Lists the cost of every ATen call that runs under its tracker, and counts those that move nothing too."""
 
     def __init__(self, target: Target) -> None:
         self.calls: list[CallCost] = []
+        self.num_calls = 0
         self.tracker = MemoryTracker(target, on_op=self._on_op)
 
     def _on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        self.num_calls += 1
         if moves_nothing(func):
             return
         heavy, _ = flops(func, args, kwargs, out)

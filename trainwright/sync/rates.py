@@ -12,7 +12,6 @@ import math
 from typing import Any
 
 import numpy as np
-from scipy.optimize import minimize_scalar
 
 from ..artifacts import UserError
 from .dadao import chi, uniform_rates
@@ -34,6 +33,8 @@ def optimal_rates(graph: Graph) -> tuple[float, ...]:
 
     Source: Nabli & Oyallon 2023 (arXiv:2208.00779) asks for such rates; this form is derived here.
     """
+    from scipy.optimize import minimize_scalar  # every command would take its time to import
+
     graph.check_connected("optimal_rates")
     problem = _Problem(graph)
     first, second = chi(graph, uniform_rates(graph))

@@ -1,6 +1,7 @@
 """The costs of an option on a cluster: the seconds of an op under a split, and of a reshard.
 
     op        Σ over its calls of  max(FLOPs · share / rate, bytes · share / bandwidth) + launch
+              where kernels were measured, their share of the measured seconds, and Python's and the dispatcher's for each call
     reshard   Σ over its steps of  hops · α + sent fraction · bytes / β        (`hardware.collectives`)
 
 The share of the arithmetic is that of the op's loops on the fullest rank, the share of the traffic that of its tensors.
@@ -240,26 +241,38 @@ class CostModel:
         """Return the seconds (forward, backward) of `op`, without what it communicates inside."""
         scale = self.num_passes * self.device.factors.get("compute", 1.0)
         own = self._own_record(group, op, split)
+        record = self.records[op] if own is None else own
+        host = self._host_s(record)
         if own is not None:
             seconds = [
                 sum(call.seconds(self.device, 1.0, 1.0) for call in calls) for calls in (own.forward, own.backward)
             ]
-            return scale * seconds[0], scale * seconds[1]
-        record = self.records[op]
+            return scale * (seconds[0] + host[0]), scale * (seconds[1] + host[1])
         work = self.work_share(group, op, split)
         touched, written = self._byte_shares(group, op, split)
         forward_share = written if find(op.name).reads_rows else touched
         forward = sum(call.seconds(self.device, work, forward_share) for call in record.forward)
         backward = sum(call.seconds(self.device, work, touched) for call in record.backward)
-        return scale * forward, scale * backward
+        return scale * (forward + host[0]), scale * (backward + host[1])
+
+    def _host_s(self, record: OpRecord) -> tuple[float, float]:
+        """Return what the host takes for the calls of an op beyond their kernels (`hardware.overheads`), forward and backward.
+
+        On a GPU the host runs ahead of the device, which a sum over ops does not show: nothing is added there.
+        """
+        if self.device.kind == "gpu":
+            return 0.0, 0.0
+        overheads, (forward, backward) = self.device.overheads, record.num_calls
+        return overheads.forward_s * forward, overheads.backward_s * backward
 
     def launches_s(self, op: Op) -> tuple[float, float]:
-        """Return what of `op_s` no smaller share of the batch takes less of, under any split: the launches of its calls."""
+        """Return what of `op_s` no smaller share of the batch takes less of, under any split: what each call takes of the host."""
         if find(op.name).by_running or op.signature.ordered:
             return 0.0, 0.0  # a rank's part may be other calls
         record, scale = self.records[op], self.num_passes * self.device.factors.get("compute", 1.0)
         forward, backward = (
-            sum(call.launch_s(self.device) for call in calls) for calls in (record.forward, record.backward)
+            sum(call.launch_s(self.device) for call in calls) + host_s
+            for calls, host_s in zip((record.forward, record.backward), self._host_s(record))
         )
         return scale * forward, scale * backward
 
