@@ -237,7 +237,17 @@ def test_the_same_file_written_two_ways_is_the_same_model(tmp_path: Path, monkey
 def test_the_comparison_in_json() -> None:
     data = compared_as_json(samples.comparison(), 1000)
     assert data["budget_bytes"] == 1000
-    keys = {"feasible", "fits_device", "step_s", "comm_s", "exposed_comm_s", "recompute_s", "peak_bytes", "plan_s"}
+    keys = {
+        "feasible",
+        "fits_device",
+        "step_s",
+        "comm_s",
+        "exposed_comm_s",
+        "recompute_s",
+        "peak_bytes",
+        "fits_in_bytes",
+        "plan_s",
+    }
     assert all(set(row) == keys for row in data["plans"].values())
     assert data["plans"]["joint"]["step_s"] == 0.2
     assert data["plans"]["ddp"] == {**dict.fromkeys(keys), "feasible": False, "fits_device": False}

@@ -128,15 +128,10 @@ def test_nothing_is_moved_without_need(hardware: Any) -> None:
 
 
 def test_where_a_plan_without_the_tier_is_faster_it_is_taken() -> None:
-    loaded = gpt2()
-    for budget in ("1.5MiB", "1.1MiB", "900KiB"):
-        question = {"hardware": with_host(), "memory": budget}
-        with_tier = tw.plan(loaded.model, loaded.batch, tier=Policy(WINDOW, place="host"), **question)
-        try:
-            alone = tw.plan(loaded.model, loaded.batch, **question)
-        except Refusal:
-            continue
-        assert with_tier.predicted.step_s <= alone.predicted.step_s * (1 + 1e-3)
+    loaded, question = gpt2(), {"hardware": with_host(), "memory": "1.5MiB"}
+    alone = tw.plan(loaded.model, loaded.batch, **question)
+    with_tier = tw.plan(loaded.model, loaded.batch, tier=Policy(WINDOW, place="host"), **question)
+    assert with_tier.predicted.step_s <= alone.predicted.step_s * (1 + 1e-3)
 
 
 def test_the_hosts_capacity_binds() -> None:
