@@ -44,8 +44,8 @@ class Fitting:
         self._deadline = settings.deadline.part(settings.time_limit_s)
         self._earlier: tuple[float, np.ndarray] | None = None
         self._held: set[tuple[int, ...]] = set()
-        self._proven_s = math.inf
-        """The least bound that a solve of the whole space proved, under any of the rows' budgets."""
+        self._proofs: list[tuple[float, float]] = []
+        """The rows' budgets under which the whole space was solved, each with the bound that this proved."""
 
     def run(self) -> Answer | Infeasible:
         """Return the answer, or why there is none."""
@@ -53,7 +53,7 @@ class Fitting:
         for _ in range(self.effort.corrections + 1):
             solution = self._solve()
             if math.isfinite(solution.bound):
-                self._proven_s = min(self._proven_s, solution.bound)
+                self._proofs.append((search.aim, solution.bound))
             if solution.values is not None:
                 self._note(solution)
             elif search.best is None and (solution.outcome is Outcome.SLOWER or math.isfinite(self.settings.cutoff_s)):
@@ -79,10 +79,16 @@ class Fitting:
         return self._smallest_that_fits() if best is None else replace(self._proven(best), row_budget=low)
 
     def _proven(self, answer: Answer) -> Answer:
-        """Return an answer with its gap to what is proven of all shardings, under the widest of the row budgets."""
+        """Return an answer with its gap to what is proven of all shardings."""
         if not self.settings.floor_s < self._proven_s < math.inf:
             return answer
         return answer.bounded(min(self._proven_s, answer.objective_s))
+
+    @property
+    def _proven_s(self) -> float:
+        """The seconds that no plan beats which the rows let into the budget, or into a larger one that had an answer."""
+        least = max(self.budget, self.search.low or 0.0)
+        return max((bound for aim, bound in self._proofs if aim >= least), default=math.inf)
 
     @property
     def _is_settled(self) -> bool:
