@@ -13,6 +13,7 @@ import math
 from dataclasses import replace
 
 from ..artifacts import Refusal
+from ..profiler.threads import threads
 from .forms import beginning, following
 from .incumbent import Found, Incumbent
 from .model.deadline import Deadline
@@ -44,8 +45,9 @@ def search(task: Task, recipe: str) -> Found:
 def best_first(task: Task, recipe: str) -> Found:
     """Return the fastest plan of a question; `NothingFits` where there is none."""
     incumbent = Incumbent(task, recipe, task.deadline)
-    _look_through(incumbent, beginning(task, recipe))
-    found = incumbent.found()
+    with threads(task.num_threads):  # workspaces of kernels depend on them, in the rows as in simulations
+        _look_through(incumbent, beginning(task, recipe))
+        found = incumbent.found()
     if found is None:
         raise NothingFits(task, recipe, incumbent.failures, _tried(incumbent))
     return found
