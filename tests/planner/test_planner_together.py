@@ -120,7 +120,7 @@ def test_where_nothing_fits_what_holds_less_is_searched(monkeypatch, refused):
 def test_that_memory_binds_is_not_forgotten_when_a_later_way_finds_nothing(monkeypatch):
     """More micro-batches are looked at as long as it does."""
     (place,) = task(tiny_program("gpt2-tiny"), "2xh100", mesh=(2,), budget_bytes=1_500_000).places
-    monkeypatch.setattr("trainwright.planner.ways.NEAR", -1.0)  # all ways are searched
+    monkeypatch.setattr("trainwright.planner.ways.CLOSE", -1.0)  # all ways are searched
     assert solve_on(place, "joint").binds
     place.task.budget_bytes = None
     assert not solve_on(place, "joint").binds

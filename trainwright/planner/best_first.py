@@ -45,9 +45,8 @@ def search(task: Task, recipe: str) -> Found:
 def best_first(task: Task, recipe: str) -> Found:
     """Return the fastest plan of a question; `NothingFits` where there is none."""
     incumbent = Incumbent(task, recipe, task.deadline)
-    with threads(task.num_threads):  # workspaces of kernels depend on them, in the rows as in simulations
-        _look_through(incumbent, beginning(task, recipe))
-        found = incumbent.found()
+    _look_through(incumbent, beginning(task, recipe))
+    found = incumbent.found()
     if found is None:
         raise NothingFits(task, recipe, incumbent.failures, _tried(incumbent))
     return found
@@ -64,6 +63,12 @@ def solve_on(place: Place, recipe: str, below_s: float = math.inf) -> Answer | I
 
 
 def _look_through(incumbent: Incumbent, spaces: list[Space], is_one_mesh: bool = False) -> None:
+    """Search the spaces with the threads that a rank will have: kernels' workspaces depend on them, in rows as in simulations."""
+    with threads(incumbent.task.num_threads):
+        _search_all(incumbent, spaces, is_one_mesh)
+
+
+def _search_all(incumbent: Incumbent, spaces: list[Space], is_one_mesh: bool) -> None:
     order = itertools.count()
     queue = [(space.rank, space.bound_s, next(order), space) for space in spaces]
     heapq.heapify(queue)

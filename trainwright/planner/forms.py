@@ -89,6 +89,7 @@ class Form(Space):
     number: int = 0
     """That number."""
     may_fit: Callable[[Incumbent, Place], bool] = lambda incumbent, place: True
+    """Tells of which meshes the form is looked at."""
 
     def is_wanted(self, incumbent: Incumbent) -> bool:
         if not self.is_needed(incumbent) or self.bound_s >= incumbent.step_s * (1 - GAP):
@@ -126,8 +127,11 @@ def following(space: Space, incumbent: Incumbent) -> Iterator[Space]:
         return
     if task.variants is not None and incumbent.opens(f"more than {task.program.num_runs}", task):
         yield from _more_micro_batches(task, task.program.num_runs, recipe, space.bound_s, space.rank)
-    chunked, asked = task.chunked, _with(task, offload=incumbent.task.offload)
-    if chunked is not None and recipe == "joint" and not chunked.is_free and incumbent.opens("chunks", asked):
+    chunked = task.chunked
+    may_chunk = recipe == "joint" and incumbent.opens(
+        "chunks", task, by_offload=False
+    )  # it asks without offloading itself
+    if may_chunk and chunked is not None and not chunked.is_free:
         yield Form(partial(chunked.task, task), recipe, rank=max(space.rank, RANK_CHUNKS), is_needed=_is_nothing)
     yield from _offloading(task, space, incumbent)
 

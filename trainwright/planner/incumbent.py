@@ -84,9 +84,9 @@ class Incumbent:
         """Return the seconds of the fastest step found elsewhere: an answer on `place` that takes as long is not wanted."""
         return self.below_s if self.best is None or self.best.place is place else self.step_s
 
-    def opens(self, kind: str, task: Task) -> bool:
-        """Return true the first time that a form is asked for."""
-        key = kind, task.offload, task.tier, task.sampled, task.program.captured.loss_chunks
+    def opens(self, kind: str, task: Task, by_offload: bool = True) -> bool:
+        """Return true the first time that a form is asked for; by_offload: of each place to offload to apart."""
+        key = kind, by_offload and task.offload, task.tier, task.sampled, task.program.captured.loss_chunks
         is_new = key not in self.opened
         self.opened.add(key)
         return is_new
