@@ -127,11 +127,9 @@ def following(space: Space, incumbent: Incumbent) -> Iterator[Space]:
         return
     if task.variants is not None and incumbent.opens(f"more than {task.program.num_runs}", task):
         yield from _more_micro_batches(task, task.program.num_runs, recipe, space.bound_s, space.rank)
-    chunked = task.chunked
-    may_chunk = recipe == "joint" and incumbent.opens(
-        "chunks", task, by_offload=False
-    )  # it asks without offloading itself
-    if may_chunk and chunked is not None and not chunked.is_free:
+    chunked = task.chunked if recipe == "joint" else None
+    # the form in chunks asks without offloading itself
+    if chunked is not None and not chunked.is_free and incumbent.opens("chunks", task, by_offload=False):
         yield Form(partial(chunked.task, task), recipe, rank=max(space.rank, RANK_CHUNKS), is_needed=_is_nothing)
     yield from _offloading(task, space, incumbent)
 
