@@ -82,7 +82,7 @@ class Effort:
 
     # What is looked at
 
-    corrections: int = 5
+    corrections: int = 8
     """The row budget of a search is corrected so often."""
     refits: int = 6
     """What is kept is chosen anew for one sharding so often."""
