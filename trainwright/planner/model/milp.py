@@ -123,7 +123,12 @@ class Model:
         try:
             yield
         finally:
-            del self.starts[num_rows + 1 :], self.row_lower[num_rows:], self.row_upper[num_rows:], self.row_names[num_rows:]
+            del (
+                self.starts[num_rows + 1 :],
+                self.row_lower[num_rows:],
+                self.row_upper[num_rows:],
+                self.row_names[num_rows:],
+            )
             del self.indices[self.starts[-1] :], self.coefficients[self.starts[-1] :]
 
     def solve(
