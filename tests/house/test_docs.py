@@ -189,7 +189,7 @@ def options(verb: Any) -> list[str]:
     return [option for parameter in verb.params for option in parameter.opts]
 
 
-@pytest.mark.parametrize("page", marked(pages_with("python", "diff"), {"docs/solvers/policy.md"}))
+@pytest.mark.parametrize("page", marked(pages_with("python", "diff"), {"docs/profiling.md", "docs/solvers/policy.md"}))
 def test_python_runs(page: str, tmp_path: Path, plan_for_one: str) -> None:
     folder = prepared(tmp_path)
     (folder / "plan.json").write_text(plan_for_one)
