@@ -50,6 +50,7 @@ SLOW_PAGES = {
     "docs/solvers/selection.md",
     "docs/planning.md",
     "docs/streaming.md",
+    "docs/sync.md",
     "docs/tiers.md",
     "docs/your-own-model.md",
 }
