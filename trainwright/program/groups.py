@@ -6,7 +6,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .factors import leaves
 from .layout import PARTIAL, REPLICATE, Layout
@@ -45,6 +45,8 @@ class Group:
     pairs: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Index of a loop that stands for two, which one axis splits together: tensors that have the first are cut along it, those
     that have the second alone along that."""
+    _layouts: dict[tuple[Op, int, bool, Split], Any] = field(default_factory=dict, init=False, repr=False)
+    """The layouts of operands and results that were asked for, by op, place, whether it is an operand's, and split."""
 
     @property
     def head(self) -> Op:
@@ -84,6 +86,13 @@ class Group:
 
     def input_layout(self, op: Op, place: int, split: Split) -> tuple[Layout, Layout]:
         """Return the layouts that `op` wants of its tensor argument at `place`, and that its gradient comes back in."""
+        key = op, place, True, split
+        if key not in self._layouts:
+            self._layouts[key] = self._input_layout(op, place, split)
+        found: tuple[Layout, Layout] = self._layouts[key]
+        return found
+
+    def _input_layout(self, op: Op, place: int, split: Split) -> tuple[Layout, Layout]:
         producer = op.inputs[place].producer
         if producer is not None and producer.region is op.region and producer.position in self._positions_inside():
             # Inside the group a tensor is read as it was left: a view of a partial sum is one too.
@@ -102,6 +111,13 @@ class Group:
 
     def output_layout(self, op: Op, place: int, split: Split) -> Layout:
         """Return the layout in which `op` leaves its output at `place`."""
+        key = op, place, False, split
+        if key not in self._layouts:
+            self._layouts[key] = self._output_layout(op, place, split)
+        found: Layout = self._layouts[key]
+        return found
+
+    def _output_layout(self, op: Op, place: int, split: Split) -> Layout:
         layout = []
         for loop in split:
             slot = self._slot(op, op.outputs[place], op.signature.outputs[place], loop)

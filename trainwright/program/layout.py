@@ -45,10 +45,19 @@ def slot_range(size: int, splits: Iterable[tuple[int, int]]) -> tuple[int, int]:
 
 
 def local_sizes(slots: Sequence[Slot], layout: Layout, mesh: Sequence[int], coords: Sequence[int] | None) -> list[int]:
-    """Return the size of every slot on the rank at `coords`; without them, on the rank that holds most."""
+    """Return the size of every slot on the rank at `coords`; without them, on the rank that holds most.
+
+    >>> local_sizes([Slot(0, 5), Slot(1, 6)], (0, 1, 0), (2, 3, 2), None)
+    [2, 2]
+    """
     sizes = [slot.size for slot in slots]
+    if not coords:
+        for axis, at in enumerate(layout):
+            if at >= 0:
+                sizes[at] = -(-sizes[at] // mesh[axis])  # the first part, which is no smaller than any
+        return sizes
     for split in {at for at in layout if at >= 0}:
-        parts = [(mesh[axis], coords[axis] if coords else 0) for axis, at in enumerate(layout) if at == split]
+        parts = [(mesh[axis], coords[axis]) for axis, at in enumerate(layout) if at == split]
         start, stop = slot_range(sizes[split], parts)
         sizes[split] = stop - start
     return sizes

@@ -149,16 +149,21 @@ def _one_of_each_cell(num_bytes: np.ndarray, rerun_s: np.ndarray, moved_s: np.nd
         scaled = (column - low) / (high - low) if high > low else np.zeros(len(column))
         steps.append(np.minimum((scaled * num).astype(int), num - 1))
     of_moved, of_bytes = steps
-    least = _first_of_each(of_moved * _CELLS[1] + of_bytes, np.lexsort((moved_s, num_bytes, rerun_s)))
-    smallest = _first_of_each(of_moved, np.lexsort((moved_s, rerun_s, num_bytes)))
+    least = _first_of_each(of_moved * _CELLS[1] + of_bytes, (rerun_s, num_bytes, moved_s))
+    smallest = _first_of_each(of_moved, (num_bytes, rerun_s, moved_s))
     return np.union1d(least, smallest)
 
 
-def _first_of_each(cell: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """Return the first row of each cell in a given order."""
-    _, first = np.unique(cell[order], return_index=True)
-    found: np.ndarray = order[first]
-    return found
+def _first_of_each(cell: np.ndarray, keys: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the first row of each cell, in the order of `keys`, then of rows: each key's least in a pass, not a sort of all."""
+    rows = np.arange(len(cell))
+    for key in keys:
+        least = np.full(cell.max() + 1, np.inf)
+        np.minimum.at(least, cell[rows], key[rows])
+        rows = rows[key[rows] == least[cell[rows]]]
+    first = np.empty(cell.max() + 1, dtype=int)
+    first[cell[rows[::-1]]] = rows[::-1]  # of rows that write to one place, the last write stays
+    return first[cell[rows]]
 
 
 def _are_unbeaten(rerun_s: np.ndarray, moved_s: np.ndarray) -> np.ndarray:

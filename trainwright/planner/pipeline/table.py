@@ -155,9 +155,8 @@ class Table:
         The link from the last stage back to the first is taken to be the slowest of the links.
         """
         hops = tuple(hop_behind(self.hops, piece) for piece in range(virtual * self.num_stages - 1))
-        return replace(
-            self, hops=hops, virtual=virtual, splits_backward=splits_backward, excess_bytes={}, _fits={}, _frontiers={}
-        )  # fmt: skip
+        # frontiers are of levels alone, and stay
+        return replace(self, hops=hops, virtual=virtual, splits_backward=splits_backward, excess_bytes={}, _fits={})
 
     def exceeding(self, excess_bytes: dict[tuple[bool, bool], float]) -> Table:
         """Return a table of the same units that has learned this excess."""
@@ -300,14 +299,7 @@ class Table:
         """
         fixed, last_kind = self.fixed_bytes(spans, depths), self.units[spans[-1][1] - 1].kind
         scale = _one_depth(depths)  # bytes of units in one depth are in proportion to it
-        kinds: dict[Key, int] = {}
-        for (first, stop), depth in zip(spans, depths):
-            for kind, (before, after) in enumerate(zip(self._kinds_before[first], self._kinds_before[stop])):
-                if after > before:
-                    key = kind, depth // scale
-                    kinds[key] = kinds.get(key, 0) + after - before
-        kinds[last_kind, depths[-1] // scale] -= 1
-        rest = self._frontier(tuple(sorted((key, num) for key, num in kinds.items() if num)))
+        rest = self._frontier(_without_last(spans), [depth // scale for depth in depths])
         beside = None if self.tier is None else self._beside(spans, self.tier)
         best: _Choice | None = None
         for number, level in enumerate(self.levels[last_kind]):
@@ -388,15 +380,29 @@ class Table:
         queues = {key: iter(levels) for key, levels in left.items()}
         return (*(next(queues[unit.kind, depth]) for unit, depth in zip(own[:-1], weights)), last)
 
-    def _frontier(self, kinds: tuple[tuple[Key, int], ...]) -> Frontier:
-        """Return the choices of levels that no other beats, for the given numbers of units by kind and depth."""
+    def _frontier(self, spans: Spans, depths: Sequence[int]) -> Frontier:
+        """Return the choices of levels that no other beats, of all units of `spans`.
+
+        They are made of those of all units but the last. So all frontiers are of stretches of the model; of repeated blocks, many
+        stretches have as many units of each kind, and share one.
+        """
+        kinds = self._kinds(spans, depths)
         if not kinds:
             return Frontier.of_no_units()
         if kinds not in self._frontiers:
-            (key, num), others = kinds[-1], kinds[:-1]
-            fewer = self._frontier((*others, (key, num - 1)) if num > 1 else others)
-            self._frontiers[kinds] = fewer.with_unit(key, self.levels[key[0]])
+            fewer = self._frontier(_without_last(spans), depths)
+            kind = self.units[spans[-1][1] - 1].kind
+            self._frontiers[kinds] = fewer.with_unit((kind, depths[len(spans) - 1]), self.levels[kind])
         return self._frontiers[kinds]
+
+    def _kinds(self, spans: Spans, depths: Sequence[int]) -> tuple[tuple[Key, int], ...]:
+        """Return how many units there are of each kind and depth."""
+        found: dict[Key, int] = {}
+        for (first, stop), depth in zip(spans, depths):
+            for kind, (before, after) in enumerate(zip(self._kinds_before[first], self._kinds_before[stop])):
+                if after > before:
+                    found[kind, depth] = found.get((kind, depth), 0) + after - before
+        return tuple(sorted(found.items()))
 
     # Seconds
 
@@ -478,6 +484,12 @@ def tied_sums(stages: dict[str, tuple[int, ...]], grad_bytes: dict[str, float], 
             taken = 2 * (num - 1) * (latency + grad_bytes[name] / num / rate)
             found[at] = found.get(at, 0.0) + taken
     return [Tied(at, seconds) for at, seconds in sorted(found.items())]
+
+
+def _without_last(spans: Spans) -> Spans:
+    """Return the units of each piece without the very last one."""
+    (first, stop), others = spans[-1], spans[:-1]
+    return (*others, (first, stop - 1)) if stop - first > 1 else others
 
 
 def _one_depth(depths: Sequence[int]) -> int:
