@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import assert_same_step, eager_step, graph_step
 from torch import Tensor, nn
@@ -94,6 +94,7 @@ def test_what_is_nearly_an_activation_stays(kind: str) -> None:
     assert_same(OTHER[kind])
 
 
+@settings(max_examples=20)
 @given(st.floats(1e-6, 0.5), st.booleans(), st.booleans())
 def test_a_constant_that_is_off_is_seen(off: float, up: bool, of_root: bool) -> None:
     factor = 1 + off if up else 1 - off

@@ -94,7 +94,7 @@ def host_plan_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     tier = Tier(write_bytes_per_s=5e8, read_bytes_per_s=5e8)
     cluster.model_copy(update={"offload": {"host": tier}}).to_json(folder / "hardware.json")
     path = str(folder / "plan.json")
-    command = ["plan", "zoo:gpt2-tiny", "--hardware", str(folder / "hardware.json"), "--memory", "1.2MiB", "-o", path]
+    command = ["plan", "zoo:gpt2-tiny", "--hardware", str(folder / "hardware.json"), "--memory", "1.5MiB", "-o", path]
     assert main([*command, "--tier", "host", "--tier-window", "128KiB"]) == 0
     return path
 

@@ -153,7 +153,7 @@ rules = st.one_of(
 speeds = st.lists(st.floats(0.1, 3.0), min_size=3, max_size=7)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     rule=rules, times=speeds, importances=st.lists(st.floats(0.1, 5.0), min_size=7, max_size=7), weighted=st.booleans()
 )

@@ -50,6 +50,7 @@ SLOW_PAGES = {
     "docs/solvers/selection.md",
     "docs/planning.md",
     "docs/streaming.md",
+    "docs/sync.md",
     "docs/tiers.md",
     "docs/your-own-model.md",
 }
@@ -189,7 +190,7 @@ def options(verb: Any) -> list[str]:
     return [option for parameter in verb.params for option in parameter.opts]
 
 
-@pytest.mark.parametrize("page", marked(pages_with("python", "diff"), {"docs/solvers/policy.md"}))
+@pytest.mark.parametrize("page", marked(pages_with("python", "diff"), {"docs/profiling.md", "docs/solvers/policy.md"}))
 def test_python_runs(page: str, tmp_path: Path, plan_for_one: str) -> None:
     folder = prepared(tmp_path)
     (folder / "plan.json").write_text(plan_for_one)

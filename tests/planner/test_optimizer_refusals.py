@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import trainwright as tw
+from tests.grids import slow_but
 from tests.second_derivative_cases import words
 from trainwright import optim
 from trainwright.artifacts import UserError
@@ -12,8 +13,13 @@ from trainwright.cli.plan import _next
 from trainwright.training import optimizer_of
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
-@pytest.mark.parametrize("name", optim.names())
+@pytest.mark.parametrize(
+    ("name", "num_devices"),
+    slow_but(
+        [*((name, 2) for name in optim.names()), ("adamw", 1), ("clippedadafactor", 1)],
+        [(name, num) for name in optim.names() for num in (1, 2)],
+    ),
+)
 def test_what_comes_next_is_what_train_takes(name: str, num_devices: int) -> None:
     model, batch, loss_fn = words()
     plan = tw.plan(model, batch, loss_fn=loss_fn, hardware=f"cpu:{num_devices}", optimizer=name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import signal
@@ -40,6 +41,14 @@ def place():
     low, high = peaks()
     (found,) = task(deep_program(), "2xh100", budget_bytes=int(low + 0.4 * (high - low))).places
     return found
+
+
+@functools.cache
+def answered():
+    """Such a place, and the answer of its search; for tests that change neither."""
+    low, high = peaks()
+    (found,) = task(deep_program(), "2xh100", budget_bytes=int(low + 0.4 * (high - low))).places
+    return found, solve_on(found, "joint")
 
 
 @pytest.mark.slow
@@ -164,10 +173,11 @@ def test_a_search_within_a_budget_that_ends_without_an_answer_looks_at_known_sha
     assert answer.simulation.peak_bytes <= settings.budget_bytes
 
 
-def test_past_the_deadline_every_solve_is_short_and_what_is_known_is_not_held_against_recipes(place, monkeypatch):
+def test_past_the_deadline_every_solve_is_short_and_what_is_known_is_not_held_against_recipes(monkeypatch):
+    place, known = answered()
     late = replace(place.settings("joint"), deadline=Deadline(0))
     assert late.stages(*place.solver.plain()).time_limit_s == LEAST_S
-    answer = replace(solve_on(place, "joint"), row_budget=float(late.budget_bytes))
+    answer = replace(known, row_budget=float(late.budget_bytes))
     monkeypatch.setattr(Fitting, "fitted", lambda *_: pytest.fail("a known sharding was fitted past the deadline"))
     assert guard.no_slower_than_known(place.solver, late, answer, lambda answer: answer.objective_s) is answer
 
@@ -284,10 +294,9 @@ def test_a_search_that_fell_below_what_is_fast_enough_goes_up_again(place, monke
 
 
 @pytest.mark.parametrize(("times", "asks"), [(1.0, False), pytest.param(1.05, True, marks=pytest.mark.slow)])
-def test_an_answer_is_held_against_a_recipe_where_its_objective_says_little_of_its_step(
-    place, monkeypatch, times, asks
-):
-    answer = replace(solve_on(place, "joint"), gap=0.0, row_budget=float(place.task.budget_bytes))
+def test_an_answer_is_held_against_a_recipe_where_its_objective_says_little_of_its_step(monkeypatch, times, asks):
+    place, known = answered()
+    answer = replace(known, gap=0.0, row_budget=float(place.task.budget_bytes))
     asked = []
     monkeypatch.setattr(guard, "_of_recipe", lambda *_: asked.append(_))
     monkeypatch.setattr(Fitting, "beside", lambda *_: None)

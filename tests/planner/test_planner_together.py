@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.builders import price_of, task, tiny_program
+from tests.builders import blocks_program, price_of, task, tiny_program
+from tests.grids import slow_but
 from trainwright.planner.best_first import solve_on
 from trainwright.planner.model.deadline import LEAST_S, Deadline
 from trainwright.planner.model.decode import Choice, decisions_from
@@ -100,7 +101,7 @@ def test_where_computation_hides_what_travels_the_objective_is_near_what_runs():
     assert steps["joint"].step_s <= min(price.step_s for price in steps.values()) * 1.005
 
 
-@pytest.mark.parametrize("refused", [("ahead",), ("ahead", "buckets")])
+@pytest.mark.parametrize("refused", [pytest.param(("ahead",), marks=pytest.mark.slow), ("ahead", "buckets")])
 def test_where_nothing_fits_what_holds_less_is_searched(monkeypatch, refused):
     (place,) = task(tiny_program("gpt2-tiny"), "2xh100", mesh=(2,), budget_bytes=1_500_000).places
     nothing = Infeasible(Outcome.DOES_NOT_FIT, ("a row",))
@@ -119,7 +120,7 @@ def test_where_nothing_fits_what_holds_less_is_searched(monkeypatch, refused):
 
 def test_that_memory_binds_is_not_forgotten_when_a_later_way_finds_nothing(monkeypatch):
     """More micro-batches are looked at as long as it does."""
-    (place,) = task(tiny_program("gpt2-tiny"), "2xh100", mesh=(2,), budget_bytes=1_500_000).places
+    (place,) = task(blocks_program(2, 2048), "2xh100", mesh=(2,), budget_bytes=220_000).places
     monkeypatch.setattr("trainwright.planner.ways.CLOSE", -1.0)  # all ways are searched
     assert solve_on(place, "joint").binds
     place.task.budget_bytes = None
@@ -137,7 +138,7 @@ def test_each_way_has_a_part_of_the_time_and_the_same_ctrl_c():
     assert part.limited(60.0) == LEAST_S
 
 
-@pytest.mark.parametrize("share", [None, 0.3])
+@pytest.mark.parametrize("share", slow_but([None], [None, 0.3]))
 def test_in_a_long_program_a_price_stands_for_what_is_hidden(monkeypatch, share):
     """What its search proves holds of the seconds with E, which that of a short program has in its rows."""
     place = bound("llama-tiny", "2xh100", (2,), share or 1.0)

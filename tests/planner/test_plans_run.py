@@ -25,10 +25,8 @@ SLOW_ONLY = (
     "gpt-oss-tiny",
 )
 MODELS = ["gpt2-tiny", "llama-tiny", "bert-tiny", "vit-tiny", "resnet-tiny", "t5-tiny", "mixtral-tiny", *SLOW_ONLY]
-IN_CI = {"gpt2-tiny", "resnet-tiny"}
-"""The kinds of model that differ most; the others join them in the full grid."""
-JOINT_IN_CI = {"gpt2-tiny", "resnet-tiny", "t5-tiny", "mixtral-tiny"}
-"""Of encoders, decoders beside them, convolutions and experts one each."""
+JOINT_IN_CI = {"gpt2-tiny", "resnet-tiny"}
+"""Attention and convolutions; test_random_plans.py has an encoder with a decoder, test_expert_plans.py experts."""
 IN_SINGLE = {"gpt2-tiny", "resnet-tiny"}
 """Products and convolutions: what single precision may change."""
 SOME = [name if name in IN_SINGLE else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
@@ -38,8 +36,8 @@ SOLVERS = ["ddp", "fsdp", "megatron", "two-stage", "joint"]
 
 
 def case(model: str, solver: str):
-    """Of the models that are not in `IN_CI`, at most the joint plan is no slow test; of the others, `fsdp` too."""
-    in_ci = SOLVERS if model == "gpt2-tiny" else ["fsdp", "joint"] if model in IN_CI else ["joint"]
+    """All recipes of GPT-2 are no slow tests, and the joint plans of a few others."""
+    in_ci = SOLVERS if model == "gpt2-tiny" else ["joint"]
     is_slow = solver == "two-stage" or solver not in in_ci or model not in JOINT_IN_CI
     return pytest.param(model, solver, marks=pytest.mark.slow if is_slow else ())
 
@@ -63,7 +61,8 @@ def test_on_two_ranks(pool2: Pool, model: str, solver: str) -> None:
     check_on_ranks(pool2, model, planned(model, solver, (2,), None))
 
 
-@pytest.mark.parametrize("model", [m if m == "gpt2-tiny" else pytest.param(m, marks=pytest.mark.slow) for m in MODELS])
+@pytest.mark.slow  # the tests below and those of micro-batches run joint plans within tight budgets of smaller models
+@pytest.mark.parametrize("model", MODELS)
 def test_a_tight_joint_plan(pool2: Pool, model: str) -> None:
     verify = run_on_ranks if model == "resnet-tiny" else check_on_ranks
     verify(pool2, model, planned(model, "joint", (2,), 0.8))

@@ -31,7 +31,7 @@ def _slow_but_first(cases: list, num: int) -> list:
     return [pytest.param(*case, marks=[pytest.mark.slow] if place >= num else []) for place, case in enumerate(cases)]
 
 
-@pytest.mark.parametrize(("kind", "split", "chunks", "micro_batches"), _slow_but_first(ON_TWO, 3))
+@pytest.mark.parametrize(("kind", "split", "chunks", "micro_batches"), _slow_but_first(ON_TWO, 2))
 def test_on_two_ranks(pool2: Pool, kind: str, split: list[str], chunks: int, micro_batches: int) -> None:
     report = pool2.run(
         "tests.chunk_cases:forced", timeout_s=280, kind=kind, mesh=[2], split=split, seed=5, chunks=chunks,

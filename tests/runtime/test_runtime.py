@@ -26,7 +26,7 @@ def planned(name: str, solver: str, num_ranks: int = 2) -> str:
         pytest.param("gpt2-tiny", "fsdp", marks=pytest.mark.slow),
         ("gpt2-tiny", "joint"),
         ("resnet-tiny", "joint"),
-        ("t5-tiny", "fsdp"),
+        pytest.param("t5-tiny", "fsdp", marks=pytest.mark.slow),
         pytest.param("resnet-tiny", "fsdp", marks=pytest.mark.slow),
         pytest.param("t5-tiny", "joint", marks=pytest.mark.slow),
     ],

@@ -241,7 +241,7 @@ def test_workers_of_gradient_coding_name_a_master_that_is_gone(server: Server, a
 
 
 def test_a_worker_of_gradient_coding_that_is_stopped_is_told_so_when_it_wakes(server: Server, address: str) -> None:
-    master, first, second = by_place(begun(server, address, "gradient-coding", steps=250, silence_s=1.0))
+    master, first, second = by_place(begun(server, address, "gradient-coding", steps=60, silence_s=1.0))
     first.until("step", 5)
     first.send(signal.SIGSTOP)
     end_alike([master, second])
