@@ -153,6 +153,7 @@ class CostModel:
     """The share of its rows that a linear map may keep for its weight's gradient, which is then an estimate; 0: none may."""
     _inner: dict[tuple[Op, tuple[int, ...]], Inner] = field(default_factory=dict)
     _moves: dict[tuple[Any, ...], float] = field(default_factory=dict)
+    _steps: dict[tuple[Any, ...], float] = field(default_factory=dict)
     _changes: dict[tuple[Any, ...], int] = field(default_factory=dict)
 
     @cached_property
@@ -212,6 +213,12 @@ class CostModel:
 
     def step_s(self, step: Any, slots: Sequence[Slot], itemsize: int) -> float:
         """Return the seconds of one step of a change of layout; what it copies on the device included."""
+        key = (step, slots, itemsize)
+        if key not in self._steps:
+            self._steps[key] = self._step_s(step, slots, itemsize)
+        return self._steps[key]
+
+    def _step_s(self, step: Any, slots: Sequence[Slot], itemsize: int) -> float:
         num_bytes = step_bytes(step, slots, itemsize, self.mesh)
         copy_s = 2 * num_bytes / self.device.bandwidth_bytes_per_s + self.device.launch_s
         if step.kind == "slice":
