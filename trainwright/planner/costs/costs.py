@@ -384,8 +384,21 @@ class CostModel:
             return Inner()
         key = (op, split)
         if key not in self._inner:
-            self._inner[key] = inner_costs(self, group, op, split)
+            self._inner[key] = self._new_inner(group, op, split)
         return self._inner[key]
+
+    def _new_inner(self, group: Group, op: Op, split: Split) -> Inner:
+        """Run the local form of `op`, unless one of the same shapes and split loops, on this mesh or another, had no costs."""
+        probe = _Probe(self, group, op, split)
+        shapes = tuple(map(probe.in_shape, range(len(op.inputs)))), tuple(map(probe.out_shape, range(len(op.outputs))))
+        loops = frozenset(loop for loop, num in zip(split, self.mesh) if loop >= 0 and num > 1)
+        looks = op, shapes, loops, share_of(split)
+        if looks in self.records.silent:
+            return Inner()
+        found = inner_costs(self, group, op, split)
+        if found == Inner():
+            self.records.silent.add(looks)
+        return found
 
     def optimizer_s(self, tensor: Tensor, layout: Layout, optimizer: OptimizerCost) -> float:
         """Return the seconds of the update of one parameter, in the form that runs (`update`).
