@@ -8,6 +8,7 @@ import pytest
 
 import trainwright as tw
 from tests import usage_cases
+from tests.grids import slow_but
 from tests.pool import Pool
 from trainwright.optim import torch_optimizers
 
@@ -62,7 +63,7 @@ def test_optimizers_that_no_plan_can_run_are_refused(name: str) -> None:
         tw.plan(*usage_cases.build(), hardware="cpu:2", optimizer=name)
 
 
-@pytest.mark.parametrize("solver", ["ddp", "fsdp", "megatron", "joint"])
+@pytest.mark.parametrize("solver", slow_but(["fsdp", "megatron"], ["ddp", "fsdp", "megatron", "joint"]))
 def test_dropout_depends_on_the_seed_and_the_step_alone(pool2: Pool, solver: str) -> None:
     ranks = pool2.run(CASES + "dropped", plan=planned(solver, dropout=0.3))
     for found in ranks:

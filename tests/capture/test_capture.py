@@ -15,6 +15,7 @@ from models import broken, plain
 from oracle import assert_same_step, assert_stored_whole, eager_step, graph_step, run_graph
 from torch import Tensor, fx, nn
 
+from tests.grids import slow_but
 from trainwright.artifacts import UserError
 from trainwright.capture.export import Captured, capture
 from trainwright.capture.passes.constants import Causal, constant_nodes, evaluate_constants, uniform
@@ -22,6 +23,8 @@ from trainwright.models import zoo
 from trainwright.ops.functional import linear_io
 
 TINY = [name for name in zoo.names() if name.endswith("tiny")]
+FEW = ("gpt2-tiny", "resnet-tiny", "t5-tiny", "mixtral-tiny", "mamba-2-tiny")
+"""The kinds of model that differ most; the others join them in the full grid."""
 BUILDERS = [*plain.GOOD, functools.partial(plain.build_nano, fused=False)]
 
 
@@ -55,7 +58,7 @@ def _user_model(build: Any) -> tuple[nn.Module, Any, Any]:
     return model, batch, loss_fn[0] if loss_fn else None
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", slow_but(FEW, TINY))
 def test_zoo_model_computes_what_the_model_computes(name: str) -> None:
     model, batch = zoo.build(name, device="cpu")
     captured = capture(*zoo.build(name))  # captured on meta, run with real tensors
@@ -133,7 +136,7 @@ def _itself(output: Tensor, batch: Any) -> Tensor:
     return output
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", slow_but(FEW, TINY))
 def test_evaluation_graph_is_the_evaluated_model(name: str) -> None:
     model, batch = zoo.build(name, device="cpu")
     captured = capture(model, batch, training=False)

@@ -46,8 +46,11 @@ SLOW_PAGES = {
     "docs/training.md",
     "docs/hardware.md",
     "docs/integrations.md",
+    "docs/pipeline.md",
     "docs/solvers/selection.md",
     "docs/planning.md",
+    "docs/streaming.md",
+    "docs/tiers.md",
     "docs/your-own-model.md",
 }
 """Pages whose commands together take minutes. All others, new ones too, are run on each change."""

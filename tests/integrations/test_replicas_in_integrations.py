@@ -11,6 +11,7 @@ import torch
 import trainwright as tw
 from tests import integration_cases
 from tests import replica_integration_cases as cases
+from tests.grids import slow_but
 from tests.integration_cases import BATCH, rows
 from tests.pool import Pool
 from trainwright.integrations.accelerate import PlannedAccelerator
@@ -18,6 +19,7 @@ from trainwright.integrations.fabric import PlannedStrategy
 from trainwright.integrations.hf import PlannedTrainer
 
 CASES = "tests.replica_integration_cases:"
+CASES_BY = ["by_accelerate", "by_trainer", "by_fabric"]
 PERIOD, STEPS = 3, 8
 
 
@@ -44,13 +46,13 @@ def check(found: list[list[dict[str, Any]]], case: str) -> None:
     assert sum(rank[0]["sent"] for rank in found) == sum(rank[0]["declared"] for rank in found[: len(found) // 2])
 
 
-@pytest.mark.parametrize("case", ["by_accelerate", "by_trainer", "by_fabric"])
+@pytest.mark.parametrize("case", slow_but(["by_fabric"], CASES_BY))
 def test_two_replicas_of_a_whole_model(pool2: Pool, tmp_path: Path, case: str) -> None:
     found = pool2.run(CASES + case, plan=plan_for(1, tmp_path), folder=str(tmp_path / "run"))
     check(found, case)
 
 
-@pytest.mark.parametrize("case", ["by_accelerate", "by_trainer", "by_fabric"])
+@pytest.mark.parametrize("case", slow_but(["by_accelerate", "by_trainer"], CASES_BY))
 def test_two_replicas_each_sharded_over_two_ranks(pool4: Pool, tmp_path: Path, case: str) -> None:
     found = pool4.run(CASES + case, plan=plan_for(2, tmp_path), folder=str(tmp_path / "run"))
     check(found, case)

@@ -267,14 +267,15 @@ def on_two_parts() -> list[list[float]]:
         parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
         sample_activations(model, budget=0.5, modules=["down"], min_rows=1)  # after it was cut, too
         totals = [torch.zeros_like(param) for param in model.parameters()]
-        for step in range(600):
+        num_draws = 600 if bias else 1  # a bias changes nothing of the weights' estimate; all else is exact in one step
+        for step in range(num_draws):
             torch.manual_seed(1000 * step + rank)
             model.zero_grad()
             x = rows_of_x()
             out = model(x)
             out.square().mean().backward()
             for total, param in zip(totals, model.parameters(), strict=True):
-                total += param.grad / 600
+                total += param.grad / num_draws
         assert x.grad is not None
         grads = [total.full_tensor() if isinstance(total, DTensor) else total for total in totals]
         found += [value.flatten().tolist() for value in (out.detach(), x.grad, *grads)]
@@ -298,5 +299,8 @@ def test_layers_cut_by_columns_and_rows_are_exact_but_for_the_weights(pool2: Poo
             assert param.grad is not None
             rough = name.endswith("weight")
             scale = float(param.grad.abs().max())
+            if rough and not bias:
+                next(found)
+                continue
             close = {"rel": 0.0, "abs": 0.08 * scale} if rough else {"rel": 1e-12, "abs": 1e-15}
             assert next(found) == pytest.approx(param.grad.flatten().tolist(), **close), name

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import trainwright as tw
+from tests.grids import slow_but
 from tests.pool import Pool
 from tests.second_derivative_cases import peak_of_target_steps, wide, words
 from trainwright import optim
@@ -290,8 +291,11 @@ def _by_gradients(module: Any, optimizer: Any, part: Any, batch: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "options", "width", "rows"),
-    [("gradnormsmoothnewton", {}, 96, 256), ("gradnormsmoothnewton", {}, 256, 32), ("sso", {}, 256, 32),
-     ("mfac", {"num_gradients": 8}, 96, 64)],
+    slow_but(
+        [("gradnormsmoothnewton", {}, 256, 32), ("sso", {}, 256, 32), ("mfac", {"num_gradients": 8}, 96, 64)],
+        [("gradnormsmoothnewton", {}, 96, 256), ("gradnormsmoothnewton", {}, 256, 32), ("sso", {}, 256, 32),
+         ("mfac", {"num_gradients": 8}, 96, 64)],
+    ),
 )  # fmt: skip
 def test_vectors_of_the_whole_model_are_in_the_promised_peak(
     name: str, options: dict[str, Any], width: int, rows: int
@@ -323,9 +327,8 @@ def test_copies_of_large_outputs_are_in_the_promised_peak(squares: bool, lr: flo
 @pytest.mark.parametrize(
     ("solver", "squares"),
     [
-        ("ddp", False),
         ("fsdp", True),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("ddp", True), ("fsdp", False))),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("ddp", False), ("ddp", True), ("fsdp", False))),
     ],
 )
 def test_whole_copies_of_outputs_that_ranks_hold_parts_of_are_in_the_promised_peak(
@@ -353,7 +356,7 @@ def test_vectors_that_every_rank_holds_whole_do_not_shrink_with_the_parts() -> N
     assert min(peaks) > 10 * num_bytes
 
 
-@pytest.mark.parametrize("name", ["sophiah", "adahessian"])
+@pytest.mark.parametrize("name", slow_but(["adahessian"], ["sophiah", "adahessian"]))
 def test_the_graph_of_the_gradient_is_in_the_promised_peak(name: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(96, 96), nn.Tanh()) for _ in range(3)), nn.Linear(96, 6))

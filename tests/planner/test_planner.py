@@ -21,6 +21,7 @@ from tests.builders import (
     tiny_program,
     whole_price_of,
 )
+from tests.grids import slow_but
 from tests.planner_ranks import run_ranks, shard, whole_values
 from trainwright import optim
 from trainwright.artifacts import Plan, Refusal, UserError
@@ -56,7 +57,7 @@ def tight_plan() -> Plan:
     return make_plan(**question(tiny_program("gpt2-tiny"), budget_bytes=TIGHT_BYTES))
 
 
-@pytest.mark.parametrize("num_blocks", [2, 3])
+@pytest.mark.parametrize("num_blocks", slow_but([2], [2, 3]))
 def test_the_sharding_is_the_cheapest_of_all(num_blocks):
     (place,) = task(blocks_program(num_blocks)).places
     problem = place.problem
@@ -260,7 +261,9 @@ def test_megatron_reduces_four_activations_a_layer():
     assert 4 * num_layers <= large <= 4 * num_layers + 2
 
 
-@pytest.mark.parametrize("name", ["bert-tiny", "vit-tiny", "resnet-tiny", "mixtral-tiny"])
+@pytest.mark.parametrize(
+    "name", slow_but(["resnet-tiny", "mixtral-tiny"], ["bert-tiny", "vit-tiny", "resnet-tiny", "mixtral-tiny"])
+)
 @pytest.mark.parametrize(
     ("hardware", "mesh"),
     [("cpu:2", (2,)), pytest.param("cpu:4", (4,), marks=pytest.mark.slow), ("cpu:4", (2, 2))],

@@ -27,6 +27,7 @@ from trainwright.planner.model.milp import Model, Solution
 from trainwright.planner.model.outcome import Outcome
 from trainwright.planner.search import fitting, guard, solve, stages
 from trainwright.planner.search.answer import Answer, Infeasible
+from trainwright.planner.search.effort import GAP
 from trainwright.planner.search.fitting import Fitting
 from trainwright.planner.search.solve import Solver
 from trainwright.planner.ways import Ways
@@ -153,7 +154,7 @@ def test_a_search_within_a_budget_that_ends_without_an_answer_looks_at_known_sha
     """The rows' search and the one for what holds least find nothing: one sharding at a time still does."""
     found, nothing = [], Solution(Outcome.STOPPED, None, math.inf, -math.inf)
     real = fitting.solve_in_stages
-    monkeypatch.setattr(Fitting, "_solve", lambda self: nothing)
+    monkeypatch.setattr(Fitting, "_solve", lambda self, cutoff_s: nothing)
     monkeypatch.setattr(Solver, "least", lambda self, settings: Outcome.STOPPED)
     monkeypatch.setattr(fitting, "solve_in_stages", lambda asked: found.append(real(asked)) or found[-1])
     settings = place.settings("joint")
@@ -261,7 +262,7 @@ def test_a_search_that_fell_below_what_is_fast_enough_goes_up_again(place, monke
     search = Fitting(place.solver, replace(place.settings("joint"), cutoff_s=1.0), budget=1000)
     aims = []
 
-    def solved(self):
+    def solved(self, cutoff_s):
         aims.append(self.search.aim)
         good = aims[-1] >= fast_from or len(aims) == 1
         return Solution(Outcome.OPTIMAL if good else Outcome.SLOWER, np.zeros(1) if good else None, 0.5, 0.5)
@@ -307,3 +308,22 @@ def test_the_solver_prints_nothing() -> None:
     )
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_forbidden_sharding_is_not_proposed_again(place) -> None:
+    """Each is slower than those before, and the model is as it was afterwards."""
+    solver, settings = place.solver, place.settings("joint")
+    model, sharding = solver.plain()
+    before = list(model.row_names), list(model.indices), list(model.starts)
+    found: list[tuple[tuple[int, ...], float]] = []
+    with model.extra_rows():
+        for _ in range(3):
+            solution = stages.solve_in_stages(settings.stages(model, sharding))
+            assert solution.values is not None
+            options = stages.chosen(sharding, solution.values)
+            found.append((tuple(options.values()), solution.objective))
+            stages.forbid(model, sharding, options)
+    assert len({options for options, _ in found}) == 3
+    assert found[1][1] >= found[0][1] * (1 - GAP)
+    assert found[2][1] >= found[1][1] * (1 - GAP)
+    assert (model.row_names, model.indices, model.starts) == before

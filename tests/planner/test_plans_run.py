@@ -10,6 +10,7 @@ import torch
 
 import trainwright as tw
 from tests.builders import check_on_ranks, run_on_ranks, spec_of
+from tests.grids import slow_but
 from tests.pool import Pool
 from trainwright.capture.export import capture
 from trainwright.program.program import build_program
@@ -26,6 +27,8 @@ SLOW_ONLY = (
 MODELS = ["gpt2-tiny", "llama-tiny", "bert-tiny", "vit-tiny", "resnet-tiny", "t5-tiny", "mixtral-tiny", *SLOW_ONLY]
 IN_CI = {"gpt2-tiny", "resnet-tiny"}
 """The kinds of model that differ most; the others join them in the full grid."""
+JOINT_IN_CI = {"gpt2-tiny", "resnet-tiny", "t5-tiny", "mixtral-tiny"}
+"""Of encoders, decoders beside them, convolutions and experts one each."""
 IN_SINGLE = {"gpt2-tiny", "resnet-tiny"}
 """Products and convolutions: what single precision may change."""
 SOME = [name if name in IN_SINGLE else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
@@ -35,9 +38,9 @@ SOLVERS = ["ddp", "fsdp", "megatron", "two-stage", "joint"]
 
 
 def case(model: str, solver: str):
-    """Of the models that are not in `IN_CI`, the joint plan alone is no slow test; of large ones, `fsdp` too."""
+    """Of the models that are not in `IN_CI`, at most the joint plan is no slow test; of the others, `fsdp` too."""
     in_ci = SOLVERS if model == "gpt2-tiny" else ["fsdp", "joint"] if model in IN_CI else ["joint"]
-    is_slow = solver == "two-stage" or solver not in in_ci or model in SLOW_ONLY
+    is_slow = solver == "two-stage" or solver not in in_ci or model not in JOINT_IN_CI
     return pytest.param(model, solver, marks=pytest.mark.slow if is_slow else ())
 
 
@@ -66,7 +69,7 @@ def test_a_tight_joint_plan(pool2: Pool, model: str) -> None:
     verify(pool2, model, planned(model, "joint", (2,), 0.8))
 
 
-@pytest.mark.parametrize("solver", ["fsdp", "joint"])
+@pytest.mark.parametrize("solver", slow_but(["joint"], ["fsdp", "joint"]))
 def test_tensors_made_on_the_way_are_of_the_precision_that_is_verified(pool2: Pool, solver: str) -> None:
     """`torch.zeros(n)` in a forward is of the default type: in float64 it has to become one of float64."""
     model = "tests/models/plain.py:build_messages"
@@ -92,7 +95,7 @@ def test_losses_are_split_over_samples(pool2: Pool) -> None:
     run_on_ranks(pool2, "tests/models/plain.py:build_losses", plan)
 
 
-@pytest.mark.parametrize("loop", ["i", "o"])
+@pytest.mark.parametrize("loop", slow_but(["o"], ["i", "o"]))
 def test_the_peak_of_convolutions_split_by_channels(pool2: Pool, loop: str) -> None:
     loaded = tw.load_model("zoo:resnet-tiny")
     pin = f"*layer.*convolution=shard({loop})@cpu"

@@ -9,6 +9,7 @@ from profiler_models import cnn, gru, mlp, tied
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.grids import slow_but
 from trainwright.hardware import resolve
 from trainwright.models import zoo
 from trainwright.ops.flops import bytes_moved, flops, is_convolution, is_heavy, moves_nothing
@@ -165,6 +166,7 @@ def zoo_model(name):
 
 
 TINY = [zoo_model(name) for name in zoo.names() if name.endswith("-tiny")]
+FEW = [build for build in TINY if build.__name__ in ("gpt2-tiny", "resnet-tiny", "mixtral-tiny", "mamba-2-tiny")]
 
 
 def counted_by_torch(model, batch, loss_fn) -> int:
@@ -188,7 +190,9 @@ def too_many_of_grouped(model, counter) -> int:
     return counts["convolution_backward"] - 2 * counts["convolution"]
 
 
-@pytest.mark.parametrize("build", [*TINY, mlp, cnn, gru, tied], ids=lambda build: build.__name__)
+@pytest.mark.parametrize(
+    "build", slow_but([*FEW, mlp, cnn, tied], [*TINY, mlp, cnn, gru, tied]), ids=lambda build: build.__name__
+)
 def test_whole_models_count_as_in_torch_attention_included(build):
     model, batch, loss_fn = build()
     if any(name.endswith("experts") for name, _ in model.named_modules()):

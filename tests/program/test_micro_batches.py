@@ -70,13 +70,13 @@ def test_sharded_and_recomputed_in_two(pool2: Pool, model: str, share: float) ->
     ("name", "corrections"),
     [
         ("uneven_labels", {"weighted"}),
-        ("weighted_classes", {"weighted"}),
-        ("uneven_likelihood", {"weighted"}),
+        pytest.param("weighted_classes", {"weighted"}, marks=pytest.mark.slow),
+        pytest.param("uneven_likelihood", {"weighted"}, marks=pytest.mark.slow),
         ("summed", {4.0}),
         ("over_batch_size", {4.0, 0.25}),
         ("masked_mean", {4.0, "whole-sum"}),
         ("regularised", {"weighted"}),
-        ("torchs_encoder", {"weighted"}),
+        pytest.param("torchs_encoder", {"weighted"}, marks=pytest.mark.slow),
     ],
 )
 def test_every_way_to_average_is_exact(pool2: Pool, name: str, corrections: set[Any]) -> None:

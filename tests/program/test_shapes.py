@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import trainwright as tw
 from tests import shape_cases
+from tests.grids import slow_but
 from tests.pool import Pool
 from trainwright.artifacts import Plan, Refusal, UserError
 from trainwright.capture.export import capture
@@ -59,9 +60,12 @@ def test_recipes_on_smaller_batches(pool2: Pool, name: str, solver: str, capture
 
 @pytest.mark.parametrize(
     ("name", "seed"),
-    [("net", 1), ("masked", 1), ("gpt2-tiny", 3), ("t5-tiny", 1), ("vit-tiny", 1)]
-    + [pytest.param(name, 2, marks=pytest.mark.slow) for name in ("net", "masked", "gpt2-tiny", "bert-tiny", "resnet-tiny")],
-)  # fmt: skip
+    slow_but(
+        [("net", 1), ("masked", 1), ("vit-tiny", 1)],
+        [("net", 1), ("masked", 1), ("gpt2-tiny", 3), ("t5-tiny", 1), ("vit-tiny", 1)]
+        + [(name, 2) for name in ("net", "masked", "gpt2-tiny", "bert-tiny", "resnet-tiny")],
+    ),
+)
 def test_random_plans_on_smaller_batches(pool2: Pool, name: str, seed: int) -> None:
     plan = {"mesh": [2], "seed": seed}
     _holds(pool2.run(BESIDE, 280, plan=plan, name=name, shapes=ROWS[name]), name)
@@ -74,12 +78,10 @@ def test_a_plan_that_offloads(pool2: Pool) -> None:
 
 @pytest.mark.parametrize(
     ("name", "mesh", "seed"),
-    [
-        ("net", [4], 5),
-        ("net", [4], 6),
-        ("masked", [2, 2], 5),
-        pytest.param("gpt2-tiny", [2, 2], 5, marks=pytest.mark.slow),
-    ],
+    slow_but(
+        [("net", [4], 6), ("masked", [2, 2], 5)],
+        [("net", [4], 5), ("net", [4], 6), ("masked", [2, 2], 5), ("gpt2-tiny", [2, 2], 5)],
+    ),
 )
 def test_random_plans_on_four_ranks(pool4: Pool, name: str, mesh: list[int], seed: int) -> None:
     """Five rows over four ranks leave the last without any: batch norm still counts on its share of the statistics, and a
@@ -200,7 +202,7 @@ def test_one_plan_for_several_shapes() -> None:
 
 @pytest.mark.parametrize(
     ("name", "solver"),
-    [("gpt2-tiny", "fsdp"), ("resnet-tiny", "ddp"), pytest.param("gpt2-tiny", "joint", marks=pytest.mark.slow)],
+    slow_but([("resnet-tiny", "ddp")], [("gpt2-tiny", "fsdp"), ("resnet-tiny", "ddp"), ("gpt2-tiny", "joint")]),
 )
 def test_smaller_batches_peak_no_higher_than_planned(name: str, solver: str) -> None:
     with shape_cases.exact():

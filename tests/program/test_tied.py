@@ -8,6 +8,7 @@ import pytest
 
 import trainwright as tw
 from tests.builders import PEAK_BAR, check_on_ranks, price_of, task, tiny_program
+from tests.grids import slow_but
 from tests.pool import Pool
 from trainwright.models import zoo
 from trainwright.planner.best_first import solve_on
@@ -36,7 +37,7 @@ def changed(model: str, plan: tw.Plan, shared: tuple[str, ...], overlap: Overlap
     return tw.check(plan, *zoo.build(model, device="meta"))
 
 
-@pytest.mark.parametrize("model", READERS)
+@pytest.mark.parametrize("model", slow_but(["gpt2-tiny"], list(READERS)))
 def test_each_further_reader_sends_the_parameter_once_more(model: str) -> None:
     name, num_readers = READERS[model]
     plan = fsdp(model)
@@ -64,7 +65,7 @@ def test_in_two_micro_batches(pool2: Pool) -> None:
 
 
 @pytest.mark.parametrize("solver", ["ddp", "fsdp", "megatron", "joint"])
-@pytest.mark.parametrize("model", READERS)
+@pytest.mark.parametrize("model", slow_but(["gpt2-tiny"], list(READERS)))
 def test_the_objective_is_the_price_of_what_runs(model: str, solver: str) -> None:
     (place,) = task(tiny_program(model)).places
     answer = solve_on(place, solver)
@@ -100,7 +101,7 @@ def test_explain_counts_the_copy_once() -> None:
     assert tw.diff(plan, each).decisions
 
 
-@pytest.mark.parametrize("share", [None, 0.88])
+@pytest.mark.parametrize("share", slow_but([0.88], [None, 0.88]))
 def test_layers_that_are_all_alike_share_too(pool2: Pool, share: float | None) -> None:
     spec = "tests/models/tied.py:one_weight_in_all_layers"
     found = tw.load_model(spec)

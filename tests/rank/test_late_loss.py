@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.grids import slow_but
 from tests.pool import Pool
 
 CASES = "tests.late_loss_cases:"
@@ -13,7 +14,7 @@ DATA_PARALLEL = {"hardware": "cpu:2", "mesh": [2], "solver": "ddp"}
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.25])
-@pytest.mark.parametrize("model", ["gpt2-tiny", "vit-tiny"])
+@pytest.mark.parametrize("model", slow_but(["gpt2-tiny"], ["gpt2-tiny", "vit-tiny"]))
 def test_on_two_ranks(pool2: Pool, model: str, factor: float) -> None:
     ranks = pool2.run(CASES + "compared", model=model, question=DATA_PARALLEL, factor=factor)
     for found in ranks:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.builders import QUICK, SLOW, question, tiny_program, with_disk
+from tests.grids import slow_but
 from tests.pool import Pool
 from trainwright import optim
 from trainwright.artifacts import Plan, Tier, UserError
@@ -216,7 +217,10 @@ def test_every_record_says_whether_it_updates_parameters_alone() -> None:
 
 @pytest.mark.parametrize(
     ("name", "optimizer"),
-    [("gpt2-tiny", "adamw"), ("gpt2-tiny", "sgd-momentum"), ("llama-tiny", "adamw"), ("llama-tiny", "sgd-momentum")],
+    slow_but(
+        [("gpt2-tiny", "adamw"), ("gpt2-tiny", "sgd-momentum")],
+        [(name, optimizer) for name in ("gpt2-tiny", "llama-tiny") for optimizer in ("adamw", "sgd-momentum")],
+    ),
 )
 def test_ranks_train_the_same_and_hold_what_was_promised(pool2: Pool, name: str, optimizer: str) -> None:
     plan = pinned(name, optimizer)

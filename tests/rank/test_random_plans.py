@@ -6,6 +6,7 @@ from contextlib import closing
 
 import pytest
 
+from tests.grids import slow_but
 from tests.plans import random_decisions
 from tests.pool import Pool
 from trainwright.capture.export import capture
@@ -20,14 +21,16 @@ TWO_AXES = ("gpt2-tiny", "resnet-tiny")
 """On two axes the others are slow tests."""
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("seed", slow_but([0], [0, 1]))
+@pytest.mark.parametrize("model", slow_but(["gpt2-tiny", "resnet-tiny", "t5-tiny"], MODELS))
 def test_on_two_ranks(pool2: Pool, model: str, seed: int) -> None:
     report = pool2.run("tests.parallel_cases:random_plan", timeout_s=280, model=model, mesh=[2], seed=seed)[0]
     assert report["passed"], report
 
 
-@pytest.mark.parametrize(("model", "seed"), [("gpt2-tiny", 12), ("bert-tiny", 13), ("t5-tiny", 4)])
+@pytest.mark.parametrize(
+    ("model", "seed"), slow_but([("gpt2-tiny", 12)], [("gpt2-tiny", 12), ("bert-tiny", 13), ("t5-tiny", 4)])
+)
 def test_with_a_copy_that_several_regions_read(pool2: Pool, model: str, seed: int) -> None:
     program = build_program(capture(*zoo.build(model, device="meta")))
     local = build_local(program, random_decisions(program, (2,), seed), SimulatedCommunicator((2,)))
@@ -50,7 +53,9 @@ def test_on_four_ranks(pool4: Pool, model: str) -> None:
     assert report["passed"], report
 
 
-@pytest.mark.parametrize(("model", "mesh"), [("gpt2-tiny", [2, 1, 2]), ("llama-tiny", [2, 2, 1])])
+@pytest.mark.parametrize(
+    ("model", "mesh"), slow_but([("gpt2-tiny", [2, 1, 2])], [("gpt2-tiny", [2, 1, 2]), ("llama-tiny", [2, 2, 1])])
+)
 def test_on_a_three_axis_mesh(pool4: Pool, model: str, mesh: list[int]) -> None:
     report = pool4.run("tests.parallel_cases:random_plan", timeout_s=280, model=model, mesh=mesh, seed=11)[0]
     assert report["passed"], report

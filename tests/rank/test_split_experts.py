@@ -43,7 +43,7 @@ def _slow_but_first(cases: list, num: int) -> list:
     return [pytest.param(*case, marks=[pytest.mark.slow] if place >= num else []) for place, case in enumerate(cases)]
 
 
-@pytest.mark.parametrize(("family", "split", "settings"), _slow_but_first(ON_TWO, 2))
+@pytest.mark.parametrize(("family", "split", "settings"), _slow_but_first(ON_TWO, 1))
 def test_on_two_ranks(pool2: Pool, family: str, split: list[str], settings: dict[str, Any]) -> None:
     report = pool2.run(
         "tests.expert_cases:forced", timeout_s=280, family=family, mesh=[2], split=split, seed=5, **settings

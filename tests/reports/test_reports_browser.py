@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import report_samples as samples
+from tests.grids import slow_but
 from trainwright.reports.html import write_plan
 from trainwright.reports.html_profile import write_profile
 
@@ -81,15 +82,22 @@ class Opened:
 
 
 @pytest.mark.parametrize(
-    ("scheme", "width"),
-    [
-        ("light", 1400),
-        ("dark", 400),
-        pytest.param("light", 400, marks=pytest.mark.slow),
-        pytest.param("dark", 1400, marks=pytest.mark.slow),
-    ],
+    ("name", "num_charts", "scheme", "width"),
+    slow_but(
+        [
+            ("profile", 4, "dark", 400),
+            ("asked", 6, "light", 1400),
+            ("plan", 7, "light", 1400),
+            ("plan", 7, "dark", 400),
+        ],
+        [
+            (*page, scheme, width)
+            for page in (("profile", 4), ("asked", 6), ("plan", 7), ("alone", 2))
+            for scheme in ("light", "dark")
+            for width in (400, 1400)
+        ],
+    ),
 )
-@pytest.mark.parametrize(("name", "num_charts"), [("profile", 4), ("asked", 6), ("plan", 7), ("alone", 2)])
 def test_every_chart_is_drawn_and_nothing_complains(browser, pages, name, num_charts, scheme, width) -> None:
     with Opened(browser, pages[name], width, scheme) as opened:
         drawn = opened.page.eval_on_selector_all(

@@ -54,7 +54,7 @@ def test_resumed_equals_uninterrupted_bit_for_bit(
     [
         pytest.param("gpt2-tiny", ("fsdp", (2,)), ("megatron", (4,)), marks=pytest.mark.slow),
         pytest.param("gpt2-tiny", ("megatron", (4,)), ("ddp", (2,)), marks=pytest.mark.slow),
-        ("llama-tiny", ("joint", (2, 2)), ("fsdp", (2,))),
+        pytest.param("llama-tiny", ("joint", (2, 2)), ("fsdp", (2,)), marks=pytest.mark.slow),
         ("resnet-tiny", ("ddp", (2,)), ("fsdp", (4,))),
     ],
 )

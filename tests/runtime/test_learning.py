@@ -11,12 +11,15 @@ import torch
 from torch import nn
 
 import trainwright as tw
+from tests.grids import slow_but
 from tests.learning_cases import build, held_out_alone
 from tests.pool import Pool
 from trainwright.artifacts import UserError
 from trainwright.runtime import sample_gradients
 from trainwright.schedules.factors import NAMED, NamedSchedule, factors_of
 from trainwright.scheduling import ScheduleOptions, norms_of
+
+GROWING = {"schedule": "wsd", "grow_batch": 3, "grow_every": 2}
 
 
 def planned(num_ranks: int, solver: str = "fsdp", whole: bool = True, **question: Any) -> tw.Plan:
@@ -27,7 +30,8 @@ def planned(num_ranks: int, solver: str = "fsdp", whole: bool = True, **question
 
 
 @pytest.mark.parametrize(
-    "learning", [{"schedule": "cosine", "warmup_steps": 2}, {"schedule": "wsd", "grow_batch": 3, "grow_every": 2}]
+    "learning",
+    slow_but([GROWING], [{"schedule": "cosine", "warmup_steps": 2}, GROWING]),
 )
 def test_a_resumed_run_equals_the_uninterrupted_one(pool2: Pool, tmp_path: Path, learning: dict[str, Any]) -> None:
     (found, _) = pool2.run(

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import trainwright as tw
+from tests.grids import slow_but
 from tests.pool import Pool
 from tests.tier_cases import SMALL, away, gpt2, loss_fn, model_of, module_of, run, same, take_steps, weights_of
 from trainwright.artifacts import Cluster, Plan, Refusal, Tier, UserError
@@ -116,7 +117,7 @@ def test_every_policy_moves_what_is_planned(budget: str | None, policy: dict[str
     module.tier.close()
 
 
-@pytest.mark.parametrize("hardware", [with_host(), with_host(2), "4xa100"])
+@pytest.mark.parametrize("hardware", slow_but([with_host()], [with_host(), with_host(2), "4xa100"]))
 def test_nothing_is_moved_without_need(hardware: Any) -> None:
     """Where all may stay, what is allowed to stay needs no tier, and one that is kept takes no time: no transfer hides or shows."""
     loaded, question = gpt2(), {"hardware": hardware, "offload": "none"}
@@ -209,7 +210,7 @@ def test_a_checkpoint_has_what_rests_in_the_host(
     module.tier.close()
 
 
-@pytest.mark.parametrize("update", ["during", "after"])
+@pytest.mark.parametrize("update", slow_but(["during"], ["during", "after"]))
 def test_a_step_that_is_not_finite(update: str, tmp_path: Path) -> None:
     """With the update after the backward it is taken back; else the weights have seen it, which is said, and not saved."""
     loaded, plan = gpt2(), planned("1.2MiB", update=update)

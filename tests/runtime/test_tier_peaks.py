@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import trainwright as tw
+from tests.grids import slow_but
 from tests.pool import Pool
 from tests.tier_cases import SMALL, blocks_of, loss_fn, model_of
 from trainwright.artifacts import Plan, Refusal
@@ -70,7 +71,7 @@ def test_no_rank_holds_more_than_a_random_plan_promises(pool2: Pool, tmp_path: P
     keeps_its_promise(pool2, seed, plan_of(seed), tmp_path)
 
 
-@pytest.mark.parametrize("update", ["during", "after"])
+@pytest.mark.parametrize("update", slow_but(["during"], ["during", "after"]))
 def test_no_rank_holds_more_than_its_plan_promises(pool2: Pool, tmp_path: Path, update: str) -> None:
     keeps_its_promise(pool2, 1, plan_of(1, window_bytes=50_000, keep_bytes=0, update=update), tmp_path)
 
@@ -85,7 +86,7 @@ def keeps_its_promise(pool: Pool, seed: int, plan: Plan, folder: Path) -> None:
 @pytest.mark.parametrize("update", ["during", "after"])
 @pytest.mark.parametrize(
     ("window", "keep"),
-    [(2_000_000, 0), (1_000_000, 0), (1, None)],
+    slow_but([(1_000_000, 0)], [(2_000_000, 0), (1_000_000, 0), (1, None)]),
     ids=["all under way", "some end first", "all stays"],
 )
 def test_updates_hold_to_the_byte_what_is_predicted(tmp_path: Path, update: str, window: int, keep: int | None) -> None:
@@ -140,7 +141,7 @@ def forward_on_a_rank(seed: int, plan: str, folder: str) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("overlap", ["none", "buckets"])
+@pytest.mark.parametrize("overlap", slow_but(["buckets"], ["none", "buckets"]))
 def test_a_forward_holds_what_its_instructions_say(pool2: Pool, tmp_path: Path, overlap: str) -> None:
     """With a window of nothing no parameter comes before it is needed."""
     seed = 5

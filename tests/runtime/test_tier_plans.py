@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import trainwright as tw
+from tests.grids import slow_but
 from tests.pool import Pool
 from tests.tier_cases import SMALL, away, gpt2, loss_fn, model_of, module_of, run, same, take_steps, weights_of
 from trainwright.artifacts import Plan, Refusal, UserError
@@ -204,7 +205,7 @@ def test_ranks_follow_one_plan_of_gpt2(pool2: Pool, tmp_path: Path) -> None:
     assert found == [[True, True]] * 2
 
 
-@pytest.mark.parametrize("place", ["disk", "host"])
+@pytest.mark.parametrize("place", slow_but(["disk"], ["disk", "host"]))
 def test_a_plan_fits_the_smallest_budget_that_it_names(place: str) -> None:
     """A little more than its peak, for what no simulation sees."""
     loaded, cluster = gpt2(), resolve("cpu:1")

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 import trainwright as tw
+from tests.grids import slow_but
 from tests.models import plain
 from tests.pool import Pool
 from tests.user_model_cases import built
@@ -15,10 +16,10 @@ CASES = "tests.user_model_cases:"
 NAMES = [build.__name__ for build in plain.GOOD]
 QUICK = ("build_lstm", "build_bags", "build_graph")
 """Models with ops that no other model of these tests has."""
-ALL = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+ALL = slow_but(QUICK, NAMES)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", slow_but(QUICK[1:], NAMES))
 def test_a_plan_of_the_solver(pool2: Pool, name: str) -> None:
     model, batch, *loss_fn = built(name)
     plan = tw.plan(model, batch, loss_fn=loss_fn[0] if loss_fn else None, hardware="cpu:2")

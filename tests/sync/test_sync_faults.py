@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from tests.grids import slow_but
 from tests.sync_cases import loss_of, net, plain
 from trainwright import sync
 from trainwright.artifacts import UserError
@@ -112,7 +113,7 @@ def end_alike(workers: list[Worker]) -> None:
     assert len({worker.lines("finished")[0][1] for worker in workers}) == 1
 
 
-@pytest.mark.parametrize("name", BEAR)
+@pytest.mark.parametrize("name", slow_but(["diloco", "decentlam"], BEAR))
 def test_the_others_go_on_without_one_that_is_killed(server: Server, address: str, name: str) -> None:
     workers = begun(server, address, name)
     gone = workers.pop(BEAR.index(name) % 3)
@@ -137,7 +138,7 @@ def test_one_that_is_stopped_is_left_behind_and_told_so_when_it_wakes(server: Se
     assert "was silent for longer, and the others went on without it; join anew" in stopped.said
 
 
-@pytest.mark.parametrize("name", ["diloco", "just-one-byte"])
+@pytest.mark.parametrize("name", slow_but(["diloco"], ["diloco", "just-one-byte"]))
 def test_one_that_joins_is_bit_identical_after_one_round(server: Server, address: str, name: str) -> None:
     workers = begun(server, address, name, number=2, steps=200)
     workers[0].until("step", 9)

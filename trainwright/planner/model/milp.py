@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,6 +115,21 @@ class Model:
         self.row_upper.append(upper)
         self.row_names.append(name)
         return len(self.row_lower) - 1
+
+    @contextlib.contextmanager
+    def extra_rows(self) -> Iterator[None]:
+        """Drop the rows that are added inside at the end."""
+        num_rows = self.num_rows
+        try:
+            yield
+        finally:
+            del (
+                self.starts[num_rows + 1 :],
+                self.row_lower[num_rows:],
+                self.row_upper[num_rows:],
+                self.row_names[num_rows:],
+            )
+            del self.indices[self.starts[-1] :], self.coefficients[self.starts[-1] :]
 
     def solve(
         self,

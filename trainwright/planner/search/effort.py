@@ -84,6 +84,8 @@ class Effort:
 
     corrections: int = 8
     """The row budget of a search is corrected so often."""
+    proposals: int = 8
+    """So many more shardings are proposed under one row budget, without those that do not fit, while the gap is wide."""
     refits: int = 6
     """What is kept is chosen anew for one sharding so often."""
     bisects_refits: bool = False

@@ -20,8 +20,8 @@ from ..model.milp import Solution
 from ..model.outcome import Outcome
 from .aim import Search
 from .answer import Answer, Infeasible, Settings, refused
-from .effort import CLOSE, NEAR
-from .stages import Options, solve_beside, solve_in_stages
+from .effort import CLOSE, GAP, NEAR
+from .stages import Options, forbid, solve_beside, solve_in_stages
 
 if TYPE_CHECKING:
     from .solve import Solver
@@ -44,16 +44,17 @@ class Fitting:
         self._deadline = settings.deadline.part(settings.time_limit_s)
         self._earlier: tuple[float, np.ndarray] | None = None
         self._held: set[tuple[int, ...]] = set()
-        self._proofs: list[tuple[float, float]] = []
+        self._fitted: dict[tuple[int, ...], Options] = {}
+        """Those of them that were fitted to the end."""
+        self._forbidden: set[tuple[int, ...]] = set()
+        self._proofs: dict[float, float] = {}
         """The rows' budgets under which the whole space was solved, each with the bound that this proved."""
 
     def run(self) -> Answer | Infeasible:
         """Return the answer, or why there is none."""
         search = self.search
         for _ in range(self.effort.corrections + 1):
-            solution = self._solve()
-            if math.isfinite(solution.bound):
-                self._proofs.append((search.aim, solution.bound))
+            solution = self._solve(self.settings.cutoff_s)
             if solution.values is not None:
                 self._note(solution)
             elif search.best is None and (solution.outcome is Outcome.SLOWER or math.isfinite(self.settings.cutoff_s)):
@@ -73,10 +74,34 @@ class Fitting:
                 break
         if search.best is None and math.isfinite(self.settings.cutoff_s):
             return self._cut_off()
+        self._propose_others()
         best = search.best or self._known()
         # an answer that fitted no aim of the whole search fits, and yet not without rows
         low = float(self.budget) if search.low is None else search.low
         return self._smallest_that_fits() if best is None else replace(self._proven(best), row_budget=low)
+
+    def _propose_others(self) -> None:
+        """Solve again under the row budget that proves most, while something there may be faster than the best.
+
+        Each time all shardings that are fitted by themselves are forbidden, so that another one is proposed. It ends where that
+        brings nothing: many shardings differ by what takes neither time nor memory.
+        """
+        model, sharding, *_ = self.solver.full()
+        with model.extra_rows():
+            for _ in range(self.effort.proposals):
+                new = self._fitted.keys() - self._forbidden
+                if self._is_proven or not new or self._is_over(self._deadline):
+                    break
+                for key in new:
+                    forbid(model, sharding, self._fitted[key])
+                self._forbidden |= new
+                to_beat_s, proven_s = self._to_beat, self._proven_s
+                self.search.aim = max(self._proving, key=self._proving.__getitem__)
+                solution = self._solve(to_beat_s)
+                if solution.values is not None:
+                    self._note(solution)
+                if self._to_beat == to_beat_s and self._proven_s <= (1 + GAP) * proven_s:
+                    break
 
     def _proven(self, answer: Answer) -> Answer:
         """Return an answer with its gap to what is proven of all shardings."""
@@ -85,16 +110,26 @@ class Fitting:
         return answer.bounded(min(self._proven_s, answer.objective_s))
 
     @property
+    def _proving(self) -> dict[float, float]:
+        """The row budgets whose proofs count, with the bounds: from the true one on, and from one on that had an answer."""
+        least = max(self.budget, self.search.low or 0.0)
+        return {aim: bound for aim, bound in self._proofs.items() if aim >= least}
+
+    @property
     def _proven_s(self) -> float:
         """The seconds that no plan beats which the rows let into the budget, or into a larger one that had an answer."""
-        least = max(self.budget, self.search.low or 0.0)
-        return max((bound for aim, bound in self._proofs if aim >= least), default=math.inf)
+        return max(self._proving.values(), default=math.inf)
+
+    @property
+    def _is_proven(self) -> bool:
+        """True where nothing that the rows let in is faster than the best by more than the objective is off."""
+        return self.search.best is None or self.search.best.objective_s <= (1 + CLOSE) * self._proven_s
 
     @property
     def _is_settled(self) -> bool:
         """True where no other row budget is worth a solve; it is while what did not fit was much faster than what fits."""
         search = self.search
-        if search.best is None or search.high is None or search.best.objective_s <= (1 + CLOSE) * self._proven_s:
+        if search.high is None or self._is_proven:
             return search.is_narrow or search.is_full
         return search.is_spent
 
@@ -104,8 +139,8 @@ class Fitting:
             self.fitted(options)
         return self.search.best
 
-    def _solve(self) -> Solution:
-        """Solve under the rows' present budget."""
+    def _solve(self, cutoff_s: float) -> Solution:
+        """Solve under the rows' present budget, for what takes less than `cutoff_s`."""
         solver, settings, search = self.solver, self.settings, self.search
         model, sharding, recompute, memory = solver.full()
         set_budget(model, memory, search.aim)
@@ -113,11 +148,14 @@ class Fitting:
         share = min(settings.one_solve, self.effort.solve_share)
         remaining = max(1.0, share * self._deadline.left_s)
         stages = settings.stages(model, sharding, recompute, solver.starts_for(settings), remaining)
-        stages.cutoff, stages.floor = settings.cutoff_s, settings.floor_s
+        stages.cutoff, stages.floor = cutoff_s, settings.floor_s
         stages.patience = self.effort.patience_within or stages.patience
-        if self._earlier is not None and self._earlier[0] <= search.aim:
+        if self._earlier is not None and self._earlier[0] <= search.aim and not self._forbidden:
             stages.earlier = self._earlier[1]
         solution = solve_in_stages(stages)
+        bound = cutoff_s if solution.outcome is Outcome.INFEASIBLE else solution.bound
+        if math.isfinite(bound):
+            self._proofs[search.aim] = max(bound, self._proofs.get(search.aim, bound))
         if solution.values is not None:
             self._earlier = search.aim, solution.values
         return solution
@@ -213,6 +251,8 @@ class Fitting:
             own.note(refitted)
             if refitted.simulation.peak_bytes <= self.budget and refitted.objective_s < self.settings.cutoff_s:
                 self.search.offer(refitted)
+        if not self._is_over(deadline):
+            self._fitted[tuple(options.values())] = options
 
     def _answer_of(self, found: Solution, bound: float) -> Answer:
         floor_s = self.settings.floor_s

@@ -222,6 +222,12 @@ def held_at(sharding: Sharding, options: Options) -> dict[int, float]:
     }
 
 
+def forbid(model: Model, sharding: Sharding, options: Options) -> None:
+    """Add a row that holds for every sharding but one."""
+    terms = [(columns[options[decision]], 1.0) for decision, columns in sharding.choice.items()]
+    model.row("another sharding", terms, upper=len(terms) - 1)
+
+
 def _forbidden(sharding: Sharding, restriction: Restriction) -> dict[int, float]:
     """The columns of what is not allowed, held at zero."""
     fixed: dict[int, float] = {}
