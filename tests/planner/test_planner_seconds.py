@@ -5,8 +5,13 @@ from __future__ import annotations
 import pytest
 
 import trainwright as tw
+from trainwright import optim
 from trainwright.artifacts import Overheads
 from trainwright.hardware import resolve
+from trainwright.planner.costs.costs import cost_model
+from trainwright.planner.problem.build import build_problem
+from trainwright.profiler.saved import record
+from trainwright.program.micro_batches import capture_step
 from trainwright.torch_internals.private import TorchDispatchMode
 
 
@@ -53,3 +58,18 @@ def test_on_a_gpu_the_host_runs_ahead_and_adds_nothing_to_a_plan() -> None:
 def on_host(hardware: str, overheads: Overheads):
     cluster = resolve(hardware)
     return cluster.model_copy(update={"device": cluster.device.model_copy(update={"overheads": overheads})})
+
+
+def test_costs_on_a_mesh_do_not_depend_on_what_was_asked_of_another() -> None:
+    """Of an op's parts, those known to communicate nothing on one mesh are not run again on the next."""
+    assert costs_on((2, 2)) == costs_on((4,), (2, 2))
+
+
+def costs_on(*meshes: tuple[int, ...]):
+    """Return the costs of all options of a small GPT-2 on the last mesh, each asked by the same records in turn."""
+    cluster, program = resolve("4xh100"), capture_step(*tw.zoo.build("gpt2-tiny"), None, None)
+    records = record(program, "gpu")
+    for mesh in meshes:
+        costs = cost_model(program, cluster.device, cluster.mesh(mesh), records, 1.0)
+        problem = build_problem(program, costs, optim.record("adamw"))
+    return [(d.forward_s, d.backward_s, d.inner_comm_s, d.inner_bytes) for d in problem.groups]

@@ -6,6 +6,7 @@ another shares its memory; `Records.root` names the tensor whose memory it is.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,6 +107,8 @@ class Records:
     """Holds the `OpRecord` of each op in the representative regions."""
 
     by_op: dict[Op, OpRecord] = field(default_factory=dict)
+    silent: set[Hashable] = field(default_factory=set)
+    """The parts of ops that were found to communicate nothing, as `planner.costs` names them; the same on every mesh."""
 
     def __getitem__(self, op: Op) -> OpRecord:
         return self.by_op[op]

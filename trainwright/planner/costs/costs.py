@@ -153,6 +153,7 @@ class CostModel:
     """The share of its rows that a linear map may keep for its weight's gradient, which is then an estimate; 0: none may."""
     _inner: dict[tuple[Op, tuple[int, ...]], Inner] = field(default_factory=dict)
     _moves: dict[tuple[Any, ...], float] = field(default_factory=dict)
+    _steps: dict[tuple[Any, ...], float] = field(default_factory=dict)
     _changes: dict[tuple[Any, ...], int] = field(default_factory=dict)
 
     @cached_property
@@ -212,6 +213,12 @@ class CostModel:
 
     def step_s(self, step: Any, slots: Sequence[Slot], itemsize: int) -> float:
         """Return the seconds of one step of a change of layout; what it copies on the device included."""
+        key = (step, slots, itemsize)
+        if key not in self._steps:
+            self._steps[key] = self._step_s(step, slots, itemsize)
+        return self._steps[key]
+
+    def _step_s(self, step: Any, slots: Sequence[Slot], itemsize: int) -> float:
         num_bytes = step_bytes(step, slots, itemsize, self.mesh)
         copy_s = 2 * num_bytes / self.device.bandwidth_bytes_per_s + self.device.launch_s
         if step.kind == "slice":
@@ -377,8 +384,21 @@ class CostModel:
             return Inner()
         key = (op, split)
         if key not in self._inner:
-            self._inner[key] = inner_costs(self, group, op, split)
+            self._inner[key] = self._new_inner(group, op, split)
         return self._inner[key]
+
+    def _new_inner(self, group: Group, op: Op, split: Split) -> Inner:
+        """Run the local form of `op`, unless one of the same shapes and split loops, on this mesh or another, had no costs."""
+        probe = _Probe(self, group, op, split)
+        shapes = tuple(map(probe.in_shape, range(len(op.inputs)))), tuple(map(probe.out_shape, range(len(op.outputs))))
+        loops = frozenset(loop for loop, num in zip(split, self.mesh) if loop >= 0 and num > 1)
+        looks = op, shapes, loops, share_of(split)
+        if looks in self.records.silent:
+            return Inner()
+        found = inner_costs(self, group, op, split)
+        if found == Inner():
+            self.records.silent.add(looks)
+        return found
 
     def optimizer_s(self, tensor: Tensor, layout: Layout, optimizer: OptimizerCost) -> float:
         """Return the seconds of the update of one parameter, in the form that runs (`update`).

@@ -129,7 +129,11 @@ def come_first(alone: Task) -> bool:
     time for memory, and to find how much takes long without something to beat.
     """
     usable, place = alone.usable_bytes, alone.places[0]
-    return usable is not None and place.solver.kept_bytes(place.settings("joint")) > usable
+    if usable is None:
+        return False
+    # the way in which parameters travel that is searched first, whose rows are then there already
+    solver = place.solver.travelling(place.solver.travel) if place.solver.hides else place.solver
+    return solver.kept_bytes(place.settings("joint")) > usable
 
 
 def is_thorough(task: Task) -> bool:
