@@ -1,6 +1,6 @@
 """A training script of two pipeline stages: the user's own loop, of which the clipping alone differs from one without stages.
 
-    trainwright plan zoo:gpt2-tiny --batch-size 8 --hardware cpu:2 --pipeline 2 --mesh 1 --micro-batches 4 -o staged.json
+    trainwright plan zoo:llama-tiny --batch-size 8 --hardware cpu:2 --pipeline 2 --mesh 1 --micro-batches 4 -o staged.json
     torchrun --nproc-per-node 2 examples/pipeline_loop.py staged.json runs/staged
 
 `backward()` after the call hands the gradients over that the stages' schedule has made; the loss is on every rank. Run it again
@@ -26,7 +26,7 @@ def main(plan_path: str, folder: str) -> None:
     """Train for `NUM_STEPS` updates in all, however often the script is started."""
     plan = tw.Plan.from_json(plan_path)
     torch.manual_seed(0)
-    model, _ = tw.zoo.build("gpt2-tiny", device="cpu")
+    model, _ = tw.zoo.build("llama-tiny", device="cpu")
     model = tw.parallelize(model, plan, seed=0)  # this rank's stage of it
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     train_set = Counting(8 * NUM_STEPS)

@@ -200,7 +200,7 @@ def test_the_plain_loop_goes_on_where_it_was(plan_path: Path, tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_a_loop_under_a_plan_that_estimates_gradients_learns_too() -> None:
-    exact, sampled, named = run_example("sampled_gradients.py").splitlines()
+    exact, sampled, named = run_example("sampled_gradients.py", processes=1).splitlines()
     assert float(sampled.split()[-1]) == pytest.approx(float(exact.split()[-1]), rel=0.1)
     assert float(sampled.split()[1]) < float(exact.split()[1]), "MiB at the peak"
     assert "mlp.c_fc" in named
@@ -208,12 +208,15 @@ def test_a_loop_under_a_plan_that_estimates_gradients_learns_too() -> None:
 
 @pytest.mark.slow
 def test_the_loop_of_stages_goes_on_without_stages(tmp_path: Path) -> None:
-    """The same losses and norms by two stages of either order, by one after the other, and by a plan without any."""
+    """The same losses and norms by two stages of either order, by one after the other, and by a plan without any.
+
+    The model has no dropout, whose masks differ from layout to layout.
+    """
     printed: dict[str, list[str]] = {}
     staged = ["--pipeline", "2", "--mesh", "1", "--micro-batches", "4", "--pipeline-schedule"]
     for name, options in {"zero-bubble": [*staged, "zero-bubble"], "1f1b": [*staged, "1f1b"], "none": []}.items():
         plan = tmp_path / f"{name}.json"
-        command = ["plan", "zoo:gpt2-tiny", "--batch-size", "8", "--hardware", "cpu:2", *options, "-o", str(plan)]
+        command = ["plan", "zoo:llama-tiny", "--batch-size", "8", "--hardware", "cpu:2", *options, "-o", str(plan)]
         assert main(command) == 0
         printed[name] = run_example("pipeline_loop.py", str(plan), str(tmp_path / name)).splitlines()
         assert len(printed[name]) == 12
