@@ -42,7 +42,8 @@ def _recomputed(executor: Executor) -> set[str]:
     found |= {f"{local.instructions[index].key}.internal" for index, place in executor.released if place >= 0}
     for rerun in executor.reruns.values():
         for index in rerun.instructions:
-            found |= {local.values[value].key for value in local.instructions[index].again.inputs}
+            made = (value for value in local.instructions[index].again.inputs if value not in rerun.sources)
+            found |= {local.values[value].key for value in made}
     return found
 
 
