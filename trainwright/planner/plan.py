@@ -85,12 +85,13 @@ def compare(*, solvers: Sequence[str] | None = None, **question: Any) -> dict[st
     Of these solvers `joint` alone lets anything rest on disks; where that is asked for, the others are plans without.
     """
     task = Task(**question)
+    without = task if task.tier is None else replace(task, tier=None)
     results: dict[str, Plan | Refusal] = {}
     found: dict[str, Found] = {}
     for solver in solvers or (RECIPES if task.pipeline is None else PIPELINE_RECIPES):
         began = time.perf_counter()
         try:
-            found[solver] = search(task if solver == "joint" else replace(task, tier=None), solver)
+            found[solver] = search(task if solver == "joint" else without, solver)
             if solver == "joint" and task.tier is None:
                 found[solver] = _fastest_of(found)
             results[solver] = as_plan(solver, found[solver], time.perf_counter() - began)
