@@ -143,11 +143,13 @@ class Model:
         patience: Patience | None = None,
         progress: Progress | None = None,
         deadline: Deadline | None = None,
+        cutoff: float = INFINITY,
     ) -> Solution:
         """Solve the model, or a variation of it.
 
         relaxed: without integrality. fixed: columns held at a value. cost: an objective in place of the model's own.
         start: values to begin from. gap: stop within this fraction of the optimum. patience: when more than that will do.
+        cutoff: stop once no solution is proven to be below it.
         time_limit_s: seconds of work, which are counted in `deadline`; where that is over, what is found so far will do.
         """
         deadline = Deadline() if deadline is None else deadline
@@ -162,7 +164,7 @@ class Model:
             _listen(highs, progress, scale)
         work = self._work(relaxed)
         if not relaxed:
-            _stop_when_good(highs, patience, time_limit_s, deadline, work)
+            _stop_when_good(highs, patience, time_limit_s, deadline, work, scale * cutoff)
         highs.run()
         if relaxed:
             work.steps = max(0, highs.getInfo().simplex_iteration_count)
@@ -326,12 +328,13 @@ def _scale_of(costs: Iterable[float]) -> float:
 
 
 def _stop_when_good(
-    highs: Any, patience: Patience | None, time_limit_s: float, deadline: Deadline, work: _Work
+    highs: Any, patience: Patience | None, time_limit_s: float, deadline: Deadline, work: _Work, cutoff: float
 ) -> None:
     def asked(event) -> None:
         out = event.data_out
         work.steps += 1
         is_good = patience is not None and out.mip_gap <= patience.gap_after(work.seconds)
+        is_good = is_good or out.mip_dual_bound >= cutoff
         is_late = out.running_time > LEAST_S and deadline.is_over
         event.interrupt(is_good or is_late or work.seconds > time_limit_s)
 

@@ -55,6 +55,8 @@ class Fitting:
         search = self.search
         for _ in range(self.effort.corrections + 1):
             solution = self._solve(self.settings.cutoff_s)
+            if math.inf > self.settings.cutoff_s <= solution.bound and search.aim >= (search.high or 0.0):
+                break  # nothing here is fast enough, and smaller row budgets hold less
             if solution.values is not None:
                 self._note(solution)
             elif search.best is None and (solution.outcome is Outcome.SLOWER or math.isfinite(self.settings.cutoff_s)):
@@ -225,6 +227,7 @@ class Fitting:
         model, sharding, recompute, memory = solver.full()
         set_budget(model, memory, self.search.aim)
         stages = self.settings.stages(model, sharding, recompute)
+        stages.cutoff = self._to_beat * (1 - GAP)
         solution = solve_beside(stages, answer.choice.options)
         if solution.values is not None and solution.objective < self._to_beat:
             self._note(solution)

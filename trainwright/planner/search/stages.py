@@ -96,6 +96,8 @@ def solve_in_stages(stages: Stages, cost: Mapping[int, float] | None = None) -> 
         if found.values is None and found.outcome is Outcome.STOPPED:
             found = _best_known(stages, held, max(1.0, limit - (deadline.work_s - began_s)))
     bound = max(bound, found.bound if math.isfinite(found.bound) else -math.inf)
+    if bound >= stages.cutoff:
+        return Solution(Outcome.SLOWER, None, math.inf, bound)
     if found.values is None:
         return Solution(found.outcome, None, math.inf, bound)
     found = _in_full(stages, found, cost)
@@ -135,7 +137,7 @@ def _whole(stages: Stages, held: _Held, root: Vertex, time_limit_s: float) -> So
     start = first.values if first.values is not None else stages.earlier
     whole = stages.model.solve(
         fixed=held.fixed, cost=held.cost, start=start, time_limit_s=max(1.0, time_limit_s), gap=stages.gap,
-        patience=stages.patience, progress=stages.progress, deadline=stages.deadline,
+        patience=stages.patience, progress=stages.progress, deadline=stages.deadline, cutoff=stages.cutoff,
     )  # fmt: skip
     return whole if whole.values is not None or first.values is None else replace(first, bound=whole.bound)
 
@@ -153,7 +155,7 @@ def _among_mixed(
     }
     return stages.model.solve(
         fixed={**held.fixed, **unused}, cost=held.cost, start=start, time_limit_s=max(1.0, time_limit_s), gap=stages.gap,
-        patience=stages.patience, deadline=stages.deadline,
+        patience=stages.patience, deadline=stages.deadline, cutoff=stages.cutoff,
     )  # fmt: skip
 
 
