@@ -293,6 +293,20 @@ def test_a_search_that_fell_below_what_is_fast_enough_goes_up_again(place, monke
         assert 2 < len(aims) <= 1 + search.effort.corrections
 
 
+def test_where_nothing_is_fast_enough_one_solve_says_so(monkeypatch) -> None:
+    """Smaller row budgets hold less, and what does not fit need not be simulated."""
+    place, known = answered()
+    wanted = replace(place.settings("joint"), cutoff_s=known.bound_s)
+    search = Fitting(place.solver.travelling("ahead"), wanted, place.task.usable_bytes)
+    solves, solve = [], Fitting._solve
+    monkeypatch.setattr(Fitting, "_solve", lambda self, cutoff_s: solves.append(solve(self, cutoff_s)) or solves[-1])
+    monkeypatch.setattr(Fitting, "_note", lambda *_: pytest.fail("a plan was simulated that is too slow"))
+    found = search.run()
+    assert isinstance(found, Infeasible)
+    assert found.outcome is Outcome.SLOWER
+    assert [solution.outcome for solution in solves] == [Outcome.SLOWER]
+
+
 @pytest.mark.parametrize(("times", "asks"), [(1.0, False), pytest.param(1.05, True, marks=pytest.mark.slow)])
 def test_an_answer_is_held_against_a_recipe_where_its_objective_says_little_of_its_step(monkeypatch, times, asks):
     place, known = answered()
