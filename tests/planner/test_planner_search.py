@@ -17,7 +17,7 @@ import pytest
 
 import trainwright as tw
 from benchmarks.planner.places import place_of
-from tests.builders import deep_program, peaks, task
+from tests.builders import deep_program, peaks, task, tiny_program
 from trainwright.capture.export import capture
 from trainwright.models import zoo
 from trainwright.planner import best_first, ways
@@ -27,6 +27,7 @@ from trainwright.planner.model.deadline import LEAST_S, Deadline
 from trainwright.planner.model.milp import Model, Solution
 from trainwright.planner.model.outcome import Outcome
 from trainwright.planner.search import fitting, guard, solve, stages
+from trainwright.planner.search.aim import Search
 from trainwright.planner.search.answer import Answer, Infeasible
 from trainwright.planner.search.effort import GAP
 from trainwright.planner.search.fitting import Fitting
@@ -293,11 +294,25 @@ def test_a_search_that_fell_below_what_is_fast_enough_goes_up_again(place, monke
         assert 2 < len(aims) <= 1 + search.effort.corrections
 
 
+def test_a_sharding_is_fitted_to_the_end_once_no_row_budget_is_left_between() -> None:
+    """Only then may it be forbidden: under one in between it might have an answer that fits."""
+    search = Search(1000.0)
+    search.note(SimpleNamespace(simulation=SimpleNamespace(peak_bytes=1300)))
+    assert (search.high, search.is_closed) == (1000.0, False)
+    search.aim = 700.0
+    assert search.note_nothing()
+    assert not search.is_closed
+    search.aim = 999.0
+    assert not search.note_nothing()
+    assert search.is_closed
+
+
 def test_where_nothing_is_fast_enough_one_solve_says_so(monkeypatch) -> None:
     """Smaller row budgets hold less, and what does not fit need not be simulated."""
-    place, known = answered()
-    wanted = replace(place.settings("joint"), cutoff_s=known.bound_s)
-    search = Fitting(place.solver.travelling("ahead"), wanted, place.task.usable_bytes)
+    (place,) = task(tiny_program("resnet-tiny"), "2xh100", mesh=(2,), budget_bytes=795_648).places
+    solver, asked = place.solver.travelling("buckets"), place.settings("joint")
+    proven = Fitting(solver, asked, place.task.usable_bytes)._solve(math.inf).bound  # more than the relaxation says
+    search = Fitting(solver, replace(asked, cutoff_s=proven), place.task.usable_bytes)
     solves, solve = [], Fitting._solve
     monkeypatch.setattr(Fitting, "_solve", lambda self, cutoff_s: solves.append(solve(self, cutoff_s)) or solves[-1])
     monkeypatch.setattr(Fitting, "_note", lambda *_: pytest.fail("a plan was simulated that is too slow"))

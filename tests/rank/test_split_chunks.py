@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.grids import slow_but
 from tests.pool import Pool
 
 ON_TWO: list[tuple[str, list[str], int, int]] = [
@@ -27,11 +28,7 @@ ON_FOUR: list[tuple[str, list[int], list[str], int, int]] = [
 ]
 
 
-def _slow_but_first(cases: list, num: int) -> list:
-    return [pytest.param(*case, marks=[pytest.mark.slow] if place >= num else []) for place, case in enumerate(cases)]
-
-
-@pytest.mark.parametrize(("kind", "split", "chunks", "micro_batches"), _slow_but_first(ON_TWO, 2))
+@pytest.mark.parametrize(("kind", "split", "chunks", "micro_batches"), slow_but(ON_TWO[:2], ON_TWO))
 def test_on_two_ranks(pool2: Pool, kind: str, split: list[str], chunks: int, micro_batches: int) -> None:
     report = pool2.run(
         "tests.chunk_cases:forced", timeout_s=280, kind=kind, mesh=[2], split=split, seed=5, chunks=chunks,
@@ -41,7 +38,7 @@ def test_on_two_ranks(pool2: Pool, kind: str, split: list[str], chunks: int, mic
     assert max(report["max_relative_error_gradient"], report["max_relative_error_loss"]) < 1e-12
 
 
-@pytest.mark.parametrize(("kind", "mesh", "split", "chunks", "micro_batches"), _slow_but_first(ON_FOUR, 1))
+@pytest.mark.parametrize(("kind", "mesh", "split", "chunks", "micro_batches"), slow_but(ON_FOUR[:1], ON_FOUR))
 def test_on_four_ranks(
     pool4: Pool, kind: str, mesh: list[int], split: list[str], chunks: int, micro_batches: int
 ) -> None:

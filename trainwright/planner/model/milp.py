@@ -123,12 +123,9 @@ class Model:
         try:
             yield
         finally:
-            del (
-                self.starts[num_rows + 1 :],
-                self.row_lower[num_rows:],
-                self.row_upper[num_rows:],
-                self.row_names[num_rows:],
-            )
+            for each in (self.row_lower, self.row_upper, self.row_names):
+                del each[num_rows:]
+            del self.starts[num_rows + 1 :]
             del self.indices[self.starts[-1] :], self.coefficients[self.starts[-1] :]
 
     def solve(

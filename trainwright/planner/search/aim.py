@@ -21,6 +21,8 @@ class Search:
         """The largest aim whose answer fitted."""
         self.high: float | None = None
         """The smallest aim whose answer did not."""
+        self._empty = -math.inf
+        """The largest aim that let in nothing that is wanted."""
         self.best: Answer | None = None
         self._misses = 0
         self._progress = progress
@@ -37,11 +39,18 @@ class Search:
         """True once aims are as near one another as sizes of values are."""
         return self._is_within(0.02 * NEAR)
 
+    @property
+    def is_closed(self) -> bool:
+        """True once the smallest aim whose answer did not fit is near one that let in what fits, or nothing that is wanted."""
+        below = self._empty if self.low is None else max(self.low, self._empty)
+        return self.high is not None and self.high - below < 0.2 * NEAR * self.budget
+
     def _is_within(self, share: float) -> bool:
         return self.low is not None and self.high is not None and self.high - self.low < share * self.budget
 
     def note_nothing(self) -> bool:
         """Move on from an aim that let in nothing that is wanted; False where no larger one is left to try."""
+        self._empty = max(self._empty, self.aim)
         if self.high is None or self.high - self.aim < 0.2 * NEAR * self.budget:
             return False
         self.aim = (self.aim + self.high) / 2

@@ -45,7 +45,7 @@ class Fitting:
         self._earlier: tuple[float, np.ndarray] | None = None
         self._held: set[tuple[int, ...]] = set()
         self._fitted: dict[tuple[int, ...], Options] = {}
-        """Those of them that were fitted to the end."""
+        """Those of them of which no row budget is left to try."""
         self._forbidden: set[tuple[int, ...]] = set()
         self._proofs: dict[float, float] = {}
         """The rows' budgets under which the whole space was solved, each with the bound that this proved."""
@@ -55,8 +55,6 @@ class Fitting:
         search = self.search
         for _ in range(self.effort.corrections + 1):
             solution = self._solve(self.settings.cutoff_s)
-            if math.inf > self.settings.cutoff_s <= solution.bound and search.aim >= (search.high or 0.0):
-                break  # nothing here is fast enough, and smaller row budgets hold less
             if solution.values is not None:
                 self._note(solution)
             elif search.best is None and (solution.outcome is Outcome.SLOWER or math.isfinite(self.settings.cutoff_s)):
@@ -247,14 +245,14 @@ class Fitting:
             found = self._solve_held(held, own.aim, deadline)
             if found.values is None or found.objective >= self._to_beat:
                 # the row budget fell too far below one whose answer did not fit: bisect between the two
-                if not self.effort.bisects_refits or not own.note_nothing():
+                if not own.note_nothing() or not self.effort.bisects_refits:
                     break
                 continue
             refitted = self._answer_of(found, bound)
             own.note(refitted)
             if refitted.simulation.peak_bytes <= self.budget and refitted.objective_s < self.settings.cutoff_s:
                 self.search.offer(refitted)
-        if not self._is_over(deadline):
+        if own.is_closed:
             self._fitted[tuple(options.values())] = options
 
     def _answer_of(self, found: Solution, bound: float) -> Answer:
