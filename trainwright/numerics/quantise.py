@@ -36,7 +36,8 @@ class Codebook:
             )
         self.values = wide.float()
         self.zero = int((wide == 0).nonzero()[0]) if bool((wide == 0).any()) else -1
-        self._first, self._boundary = _cells((wide[1:] + wide[:-1]) / 2)
+        held = self.values.double()  # what a code stands for, which is what has to be near
+        self._first, self._boundary = _cells((held[1:] + held[:-1]) / 2)
 
     def to(self, device: torch.device) -> Codebook:
         """Return the code book with its tables on `device`."""
@@ -143,7 +144,9 @@ def _cells(boundaries: Tensor) -> tuple[Tensor, Tensor]:
     ends = torch.stack([prefixes, prefixes | ((1 << _CELL_BITS) - 1)]).view(torch.float32).double()
     ends = torch.where(ends.isnan(), math.inf * ends.new_tensor(1.0).copysign(prefixes), ends)
     low, high = ends.amin(0), ends.amax(0)
-    edges = boundaries.float().double()
+    rounded = boundaries.float()
+    # rounded up, an edge would let a number just above the boundary stay below it
+    edges = torch.where(rounded > boundaries, rounded.nextafter(rounded.new_tensor(-math.inf)), rounded).double()
     first, last = torch.bucketize(low, edges), torch.bucketize(high, edges)
     if bool((last - first > 1).any()):
         raise ValueError("a code book needs values that 16 bits tell apart; two are nearer; spread them")
