@@ -33,11 +33,13 @@ from trainwright.planner.best_first import solve_on
 from trainwright.planner.budget import budget_for, usable_bytes
 from trainwright.planner.costs.price import price
 from trainwright.planner.costs.simulate import Simulation
-from trainwright.planner.incumbent import Found, Incumbent
-from trainwright.planner.model.deadline import Deadline
 from trainwright.planner.model.decode import Choice, decisions_from
+from trainwright.planner.model.outcome import Outcome
+from trainwright.planner.search.effort import GAP
 from trainwright.planner.search.proposals import first_that_fits
 from trainwright.planner.search.solve import Answer, Infeasible
+from trainwright.planner.task import Place
+from trainwright.planner.ways import Ways
 from trainwright.profiler.saved import whole_program
 from trainwright.program.plan_text import decisions_of
 from trainwright.program.program import build_program
@@ -163,17 +165,23 @@ def test_comparing_joint_is_never_slower(budget):
     assert all(plan.predicted.peak_bytes <= usable_bytes(budget or 2**60) for plan in plans.values())
 
 
-def test_a_first_plan_that_the_search_does_not_beat_says_what_it_takes():
-    """It is taken with its parameters ahead, and its gap is that of this step."""
-    (place,) = task(tiny_program("gpt2-tiny"), "cpu:2", mesh=(2,)).places
-    first = first_that_fits(place, "joint", place.settings("joint"))
-    slower = replace(solve_on(place, "fsdp"), gap=0.9)
-    incumbent = Incumbent(place.task, "joint", Deadline(), proposal=(place, first))
-    incumbent.offer(Found(place, slower, replace(place.overlapped(slower)[1], compute_s=1e3)))
-    found = incumbent.found().answer
+@pytest.mark.parametrize("finds", [True, False])
+def test_a_first_plan_that_the_search_does_not_beat_is_the_answer(finds, monkeypatch):
+    """Its gap is that of its step to what the search proved: a bound, or that nothing is faster."""
+    (place,) = task(tiny_program("gpt2-tiny"), "cpu:2", mesh=(2,), budget_bytes=2**30).places
+    first = place.overlapped(first_that_fits(place, "joint", place.settings("joint")))[1]
+    slower, overlapped = replace(solve_on(place, "fsdp"), gap=0.9), Place.overlapped
+
+    def slowed(self, answer):
+        found, price = overlapped(self, answer)
+        return found, replace(price, compute_s=1e3) if answer.gap == slower.gap else price
+
+    monkeypatch.setattr(Place, "overlapped", slowed)
+    monkeypatch.setattr(Ways, "_solve", lambda *_: slower if finds else Infeasible(Outcome.SLOWER))
+    found = solve_on(place, "joint")
+    assert found.objective_s == pytest.approx(first.step_s)
     assert found.objective_s == pytest.approx(price_of(place, found.decisions))
-    assert found.objective_s < first.objective_s
-    assert found.bound_s == pytest.approx(min(slower.bound_s, found.objective_s))
+    assert found.bound_s == pytest.approx(slower.bound_s if finds else first.step_s * (1 - GAP))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from .costs.price import Price
 from .model.deadline import Deadline
 from .model.outcome import Outcome
 from .search.answer import Answer, Infeasible
-from .search.effort import NEAR
 from .task import Place, Task
 
 if TYPE_CHECKING:
@@ -35,6 +34,11 @@ class Found:
     def step_s(self) -> float:
         """The predicted seconds of a step."""
         return self.price.step_s if self.staged is None else self.staged.step_s
+
+    def bounded(self, bound_s: float, floor_s: float = 0.0) -> Found:
+        """Return a plan that no search found, with the bounds that searches proved."""
+        answer = replace(self.answer, objective_s=self.step_s, floor_s=floor_s)
+        return replace(self, answer=answer.bounded(bound_s))
 
 
 @dataclass(eq=False)
@@ -64,8 +68,8 @@ class Incumbent:
     """The forms of the question that wait, or were searched."""
     said: list[str] = field(default_factory=list)
     """Sentences about spaces, for the plan's notes."""
-    proposal: tuple[Place, Answer] | None = None
-    """A plan that took no search; it is priced where the search ends far from what is proven."""
+    proposal: Found | None = None
+    """A plan that took no search: what the first search of its mesh has to beat, and all there is where no search finds any."""
     relaxing_s: dict[int, float] = field(default_factory=dict)
     """By number of axes, the seconds of work that the bound of a mesh took."""
     _numbers_that_fit: set[int] = field(default_factory=set)
@@ -109,7 +113,9 @@ class Incumbent:
 
     def found(self) -> Found | None:
         """Return the fastest plan with what is proven of all spaces, and what was not searched; None where there is none."""
-        self._judge_proposal()
+        if self.best is None and self.proposal is not None:
+            floors_s = [failure.floor_s for at, failure in self.failures if at is self.proposal.place]
+            self.offer(self.proposal.bounded(max(floors_s, default=0.0)))
         if self.best is None:
             return None
         answer = self.best.answer
@@ -119,18 +125,6 @@ class Incumbent:
         stages = () if self.best.staged is not None else self.unseen_stages
         unseen = (*self.best.unseen_meshes, *dict.fromkeys(place.shape for place in places), *stages)
         return replace(self.best, answer=answer, unseen_meshes=unseen, notes=(*self.best.notes, *self._notes()))
-
-    def _judge_proposal(self) -> None:
-        """Take the plan that took no search if it is faster than the best, or if that is all there is."""
-        if self.proposal is None or (self.best is not None and _is_near(self.best.answer)):
-            return
-        place, known = self.proposal
-        answer, price = place.overlapped(known)
-        if price.step_s < self.step_s:
-            floors_s = [failure.floor_s for at, failure in self.failures if at is place]
-            bound_s = max(floors_s, default=0.0) if self.best is None else self.bound_s
-            self.bound_s = bound_s
-            self.best = Found(place, replace(answer, objective_s=price.step_s).bounded(bound_s), price)
 
     def _notes(self) -> Iterator[str]:
         assert self.best is not None
@@ -179,7 +173,3 @@ class Incumbent:
     def numbers_that_do_not_fit(self) -> list[int]:
         """The numbers of micro-batches of which no mesh has a plan."""
         return sorted({place.task.program.num_runs for place, _ in self.failures} - self._numbers_that_fit)
-
-
-def _is_near(answer: Answer) -> bool:
-    return answer.gap is not None and answer.gap <= NEAR

@@ -120,8 +120,10 @@ class Ways(Space):
         is_whole = is_only or self.is_again or self.turn == self._last or self.known is not None
         task.deadline = incumbent.deadline if is_whole else incumbent.deadline.first_part()
         settings = self._settings(incumbent)
-        if self.turn == 0 and not self.is_again and math.isinf(settings.cutoff_s) and not self.is_beside:
+        if self.turn == 0 and not self.is_again and settings.seeks_least and not self.is_beside:
             self._propose(incumbent, settings)
+        if (known := self._proposal(incumbent)) is not None:
+            settings.cutoff_s = min(settings.cutoff_s, known.step_s * (1 - GAP))
         found = self._solve(settings)
         task.deadline = incumbent.deadline
         if isinstance(found, Infeasible):
@@ -138,6 +140,7 @@ class Ways(Space):
     def _settings(self, incumbent: Incumbent) -> Settings:
         """Return what the way is asked: anything that fits, or what is faster than the ways before, in a part of the time."""
         settings = self.place.settings(self.recipe, incumbent.cutoff_s(self.place))
+        settings.seeks_least = self.known is None and math.isinf(settings.cutoff_s)
         if self.is_beside:
             narrow = restriction(self.place.problem, _KNOWN).allowed
             given = self.place.restriction("joint")
@@ -148,6 +151,7 @@ class Ways(Space):
         return replace(
             settings, cutoff_s=min(settings.cutoff_s, self.known.step_s * (1 - GAP)),
             time_limit_s=settings.time_limit_s * effort.later_way_share, one_solve=effort.later_solve_share,
+            row_budget=self.known.answer.row_budget or 0.0,
         )  # fmt: skip
 
     def _propose(self, incumbent: Incumbent, settings: Settings) -> None:
@@ -156,9 +160,15 @@ class Ways(Space):
             return  # what takes no search keeps in memory what may rest on disks
         known = first_that_fits(self.place, self.recipe, settings)
         if known is not None:
-            incumbent.proposal = self.place, known
+            incumbent.proposal = Found(self.place, *self.place.overlapped(known))
             if settings.progress is not None:
-                settings.progress.fits(known.objective_s)
+                settings.progress.fits(incumbent.proposal.step_s)
+
+    def _proposal(self, incumbent: Incumbent) -> Found | None:
+        """Return the plan on this mesh that took no search, where a budget binds and no search has found another."""
+        known = incumbent.proposal
+        is_here = known is not None and known.place is self.place and self.place.task.budget_bytes is not None
+        return known if is_here and incumbent.best is None else None
 
     def _solve(self, settings: Settings) -> Answer | Infeasible:
         if self.recipe == "two-stage":
@@ -185,7 +195,11 @@ class Ways(Space):
             # memory binds, or this would not have been looked at
             answer = replace(answer, row_budget=answer.row_budget or float(self.place.task.usable_bytes or 0))
         found = Found(self.place, *self.place.overlapped(answer))
+        proposal = self._proposal(incumbent)
         incumbent.offer(found)
+        if proposal is not None and proposal.step_s < found.step_s:
+            found = proposal.bounded(answer.bound_s, answer.floor_s)
+            incumbent.offer(found)
         self.known = found if self.known is None or found.step_s < self.known.step_s else self.known
         self.is_bound = self.known.answer.binds
         yield from self._next(incumbent)
@@ -195,6 +209,11 @@ class Ways(Space):
         if self.known is not None:
             if refused.outcome is Outcome.STOPPED:
                 self._leave_unproven(incumbent, self.known)
+            yield from self._next(incumbent)
+        elif is_slower and (proposal := self._proposal(incumbent)) is not None:
+            self.known = proposal.bounded(proposal.step_s * (1 - GAP), refused.floor_s)
+            incumbent.offer(self.known)
+            self.is_bound = self.known.answer.binds
             yield from self._next(incumbent)
         elif self.turn < self._last and is_slower != self.place.solver.hides:
             # GPUs try the way that holds most first, CPUs the one that holds least
@@ -236,11 +255,13 @@ class Ways(Space):
     def _beside(self, refused: Infeasible | None = None) -> Iterator[Space]:
         """Yield the space of the recipe that `joint` is held against.
 
-        A search of its own lands on other plans that are as good by the objective, which is off by some tenths of a per cent.
+        A search of its own lands on other plans that are as good by the objective, which is off by some tenths of a per cent. It is
+        worth its time where that is soon done, or the price of the answer shows that the objective is off by more.
         refused: why there is no answer; then the recipe is tried for want of one.
         """
         place, rank = self.place, self.rank if refused is None else max(self.rank, RANK_OF_REFUSED)
-        is_asked = refused is not None or place.solver.effort.is_held_against_fsdp
+        is_off = self.known is not None and self.known.step_s > (1 + CLOSE) * self.known.answer.objective_s
+        is_asked = refused is not None or is_off or place.solver.effort.is_held_against_fsdp
         if self.recipe != "joint" or place.task.budget_bytes is None or not is_asked:
             return
         if place.problem.costs.resting is not None:

@@ -42,8 +42,12 @@ class Search:
     @property
     def is_closed(self) -> bool:
         """True once the smallest aim whose answer did not fit is near one that let in what fits, or nothing that is wanted."""
-        below = self._empty if self.low is None else max(self.low, self._empty)
-        return self.high is not None and self.high - below < 0.2 * NEAR * self.budget
+        return self.high is not None and self.high - self._below < 0.2 * NEAR * self.budget
+
+    @property
+    def _below(self) -> float:
+        """The largest aim under which nothing does not fit."""
+        return self._empty if self.low is None else max(self.low, self._empty)
 
     def _is_within(self, share: float) -> bool:
         return self.low is not None and self.high is not None and self.high - self.low < share * self.budget
@@ -51,7 +55,7 @@ class Search:
     def note_nothing(self) -> bool:
         """Move on from an aim that let in nothing that is wanted; False where no larger one is left to try."""
         self._empty = max(self._empty, self.aim)
-        if self.high is None or self.high - self.aim < 0.2 * NEAR * self.budget:
+        if self.high is None or self.high - self.aim < 0.02 * NEAR * self.budget:
             return False
         self.aim = (self.aim + self.high) / 2
         return True
@@ -76,8 +80,8 @@ class Search:
             self._misses += 1
             # where less in the rows is not as much less in truth, larger steps
             self.aim += (0.02 + self._misses) * left - 0.001 * self.budget
-        if self.low is not None and self.high is not None and not self.low < self.aim < self.high:
-            self.aim = (self.low + self.high) / 2
+        if self.high is not None and math.isfinite(self._below) and not self._below < self.aim < self.high:
+            self.aim = (self._below + self.high) / 2
 
 
 def _rank(answer: Answer) -> tuple[float, float]:

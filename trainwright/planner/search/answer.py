@@ -102,7 +102,7 @@ class Settings:
     restriction: Restriction = field(default_factory=Restriction)
     progress: ProgressLine | None = None
     cutoff_s: float = math.inf
-    """An answer that takes as long as this is not wanted: another mesh has one."""
+    """An answer that takes as long as this is not wanted: a plan is known that does not."""
     deadline: Deadline = field(default_factory=Deadline)
     """The deadline of the whole question; `time_limit_s` limits one search."""
     effort: Effort = field(default_factory=Effort)
@@ -110,6 +110,10 @@ class Settings:
     """Seconds that no answer beats, whatever the memory; known once the fastest one is."""
     one_solve: float = 1.0
     """The share of the time limit that one solve may take: its answer may not fit, and correcting it takes time too."""
+    row_budget: float = 0.0
+    """The row budget under which the answer of another way to travel fits: these rows count as much too much."""
+    seeks_least: bool = True
+    """True if what holds least is looked for where the rows let nothing into the budget; not where a search has found a plan."""
 
     def held_to(self, options: Mapping[Decision, int]) -> Settings:
         """Return the question with one sharding alone allowed."""

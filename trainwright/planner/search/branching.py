@@ -80,6 +80,7 @@ class Branching:
         self._gains: dict[Decision, list[float]] = {}
         self._order = itertools.count()
         self._open: list[tuple[float, int, Allowed, Vertex]] = []
+        self._tried: dict[tuple[int, ...], Solution] = {}
         self._given_up = math.inf
         """The least bound of the nodes that were given up."""
 
@@ -172,9 +173,11 @@ class Branching:
 
     def try_options(self, options: Mapping[Decision, int]) -> Solution:
         """Take what is best with `options` where it is better than the best so far; return it."""
-        found = self.leaf(options)
-        self._take(found)
-        return found
+        key = tuple(options.values())
+        if key not in self._tried:
+            self._tried[key] = self.leaf(options)
+            self._take(self._tried[key])
+        return self._tried[key]
 
     def _take(self, found: Solution) -> None:
         if found.values is not None and found.objective < min(self.best.objective, self.cutoff):

@@ -57,14 +57,13 @@ class Fitting:
             solution = self._solve(self.settings.cutoff_s)
             if solution.values is not None:
                 self._note(solution)
-            elif search.best is None and (solution.outcome is Outcome.SLOWER or math.isfinite(self.settings.cutoff_s)):
-                # what a larger aim let in did not fit: between the two there may be what does, and is fast enough
-                if not search.note_nothing():
-                    return self._cut_off()
             elif search.best is not None:
                 break
-            elif self.wider is not None and (wide := self.wider()) > search.aim:
-                search.aim, self.wider = wide, None
+            elif (is_slower := solution.outcome is Outcome.SLOWER) or not self.settings.seeks_least:
+                # what a larger aim let in did not fit: between the two there may be what does, and is fast enough
+                if not search.note_nothing() and not (is_slower and self._widens()):
+                    break
+            elif self._widens():
                 continue
             elif (refused := self._begin_from_smallest()) is not None:
                 return refused
@@ -72,13 +71,20 @@ class Fitting:
                 continue  # under the row budget of that plan the rows let in others, and prove what they take
             if self._is_settled or self._is_over(self._deadline):
                 break
-        if search.best is None and math.isfinite(self.settings.cutoff_s):
-            return self._cut_off()
         self._propose_others()
+        if search.best is None and math.isfinite(self.settings.cutoff_s):
+            return Infeasible(Outcome.SLOWER)
         best = search.best or self._known()
         # an answer that fitted no aim of the whole search fits, and yet not without rows
         low = float(self.budget) if search.low is None else search.low
         return self._smallest_that_fits() if best is None else replace(self._proven(best), row_budget=low)
+
+    def _widens(self) -> bool:
+        """Move on to the wider row budget, if there is one that was not tried."""
+        if self.wider is None or not self.settings.seeks_least or (wide := self.wider()) <= self.search.aim:
+            return False
+        self.search.aim, self.wider = wide, None
+        return True
 
     def _propose_others(self) -> None:
         """Solve again under the row budget that proves most, while something there may be faster than the best.
@@ -122,16 +128,14 @@ class Fitting:
 
     @property
     def _is_proven(self) -> bool:
-        """True where nothing that the rows let in is faster than the best by more than the objective is off."""
-        return self.search.best is None or self.search.best.objective_s <= (1 + CLOSE) * self._proven_s
+        """True where nothing that the rows let in is faster than what is to be beaten by more than the objective is off."""
+        return math.isinf(self._to_beat) or self._to_beat <= (1 + CLOSE) * self._proven_s
 
     @property
     def _is_settled(self) -> bool:
         """True where no other row budget is worth a solve; it is while what did not fit was much faster than what fits."""
         search = self.search
-        if search.high is None or self._is_proven:
-            return search.is_narrow or search.is_full
-        return search.is_spent
+        return search.is_narrow or search.is_full if self._is_proven else search.is_spent
 
     def _known(self) -> Answer | None:
         """Return the fastest answer with a known sharding that fits: where the search found none in time."""
@@ -197,9 +201,6 @@ class Fitting:
         """Return true once `part` is used up or, where an answer is known, the deadline of the whole question has passed."""
         return part.is_used_up or (self.search.best is not None and self.settings.deadline.has_passed)
 
-    def _cut_off(self) -> Infeasible:
-        return Infeasible(Outcome.SLOWER)
-
     def _refit(self, answer: Answer, rows_peak: float, bound: float) -> None:
         """Choose anew what is kept with the sharding of `answer`, where that does not fit or leaves much."""
         left = self.budget - answer.simulation.peak_bytes
@@ -245,7 +246,7 @@ class Fitting:
             found = self._solve_held(held, own.aim, deadline)
             if found.values is None or found.objective >= self._to_beat:
                 # the row budget fell too far below one whose answer did not fit: bisect between the two
-                if not own.note_nothing() or not self.effort.bisects_refits:
+                if not own.note_nothing():
                     break
                 continue
             refitted = self._answer_of(found, bound)

@@ -131,12 +131,13 @@ class Solver:
             return self._all_kept(self.answer(fastest, floor_s, choice, self.travel), settings)
         rows_peak = self._rows_peak(choice)
         if rows_peak > self.effort.simulates_below * budget:
-            return self.within(settings, budget, wider=lambda: self._first_aim(rows_peak, kept(), budget))
+            aim = max(budget, settings.row_budget)
+            return self.within(settings, budget, aim, lambda: self._first_aim(rows_peak, kept(), budget))
         if rows_peak <= self.effort.tries_below * budget:
             answer = kept() if self.travel == self.travel_within else self.answer(fastest, floor_s, choice, self.travel)
             if answer.simulation.peak_bytes <= budget:
                 return answer
-        found = self.within(settings, budget, self._first_aim(rows_peak, kept(), budget))
+        found = self.within(settings, budget, max(self._first_aim(rows_peak, kept(), budget), settings.row_budget))
         fits = kept().simulation.peak_bytes <= budget
         if fits and isinstance(found, Infeasible) and found.outcome is not Outcome.SLOWER:
             return replace(kept(), row_budget=float(budget))
