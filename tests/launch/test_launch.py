@@ -305,7 +305,9 @@ with Workers(2) as workers:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM, signal.SIGKILL]
+)
 def test_no_rank_outlives_its_parent(number: signal.Signals) -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert parent.stdout is not None
@@ -335,7 +337,8 @@ assert not dist.is_initialized()
 """
 
 
-@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow  # tests/runtime/test_own_model.py joins them on each change
+@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_process_group_joins_torchruns_ranks(num_ranks: int, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(TORCHRUN)

@@ -267,7 +267,7 @@ def on_two_parts() -> list[list[float]]:
         parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
         sample_activations(model, budget=0.5, modules=["down"], min_rows=1)  # after it was cut, too
         totals = [torch.zeros_like(param) for param in model.parameters()]
-        num_draws = 600 if bias else 1  # a bias changes nothing of the weights' estimate; all else is exact in one step
+        num_draws = 200 if bias else 1  # a bias changes nothing of the weights' estimate; all else is exact in one step
         for step in range(num_draws):
             torch.manual_seed(1000 * step + rank)
             model.zero_grad()
@@ -302,5 +302,5 @@ def test_layers_cut_by_columns_and_rows_are_exact_but_for_the_weights(pool2: Poo
             if rough and not bias:
                 next(found)
                 continue
-            close = {"rel": 0.0, "abs": 0.08 * scale} if rough else {"rel": 1e-12, "abs": 1e-15}
+            close = {"rel": 0.0, "abs": 0.14 * scale} if rough else {"rel": 1e-12, "abs": 1e-15}
             assert next(found) == pytest.approx(param.grad.flatten().tolist(), **close), name

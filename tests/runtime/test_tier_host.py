@@ -239,6 +239,7 @@ def test_training_leaves_the_weights_where_they_can_be_read(tight: Plan) -> None
     found.model.tier.close()
 
 
+@pytest.mark.slow  # on each change: those of test_tier_plans.py, and one rank here
 def test_ranks_follow_one_plan(pool2: Pool) -> None:
     (model, batch), seed = model_of(1), 1
     asked: dict[str, Any] = {"loss_fn": loss_fn, "hardware": with_host(2), "tier": Policy(50_000, place="host")}
