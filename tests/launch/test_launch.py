@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.grids import slow_but
 from tests.pool import Pool
 from tests.process_tree import assert_ended, is_alive
 from trainwright import launch
@@ -305,9 +306,7 @@ with Workers(2) as workers:
 """
 
 
-@pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM, signal.SIGKILL]
-)
+@pytest.mark.parametrize("number", slow_but([signal.SIGKILL], [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]))
 def test_no_rank_outlives_its_parent(number: signal.Signals) -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert parent.stdout is not None

@@ -8,6 +8,7 @@ import pytest
 
 import trainwright as tw
 from tests.builders import decisions, logged, program
+from tests.grids import slow_but
 from tests.pool import Pool
 from trainwright.launch import run_processes
 from trainwright.program.decisions import OVERLAPS, Overlap
@@ -76,7 +77,7 @@ def test_what_is_gathered_again_is_gathered_ahead() -> None:
     )
 
 
-@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("overlap", slow_but(["buckets"], OVERLAPS))
 def test_a_parameter_that_the_loss_does_not_reach(pool2: Pool, overlap: str) -> None:
     """A buffer that never fills is sent all the same: the other gradients in it are right, and nobody hangs."""
     errors = pool2.run("tests.overlap_cases:unreached", overlap=overlap)

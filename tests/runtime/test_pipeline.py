@@ -100,7 +100,7 @@ def test_four_ranks_compute_what_one_process_does(pool4: Pool, options: dict[str
     [
         pytest.param(case(num_micro=8, recompute=True), marks=pytest.mark.slow),
         case(num_micro=8, recompute=True, layers=4, depth="zero-bubble"),
-        case(num_micro=8, layers=4, depth="interleaved2", seed=1),
+        pytest.param(case(num_micro=8, layers=4, depth="interleaved2", seed=1), marks=pytest.mark.slow),
         case(num_micro=8, recompute=True, offload=0.7, seed=1),
         pytest.param(case(num_micro=8, layers=4, depth="zero-bubble", offload=0.9, seed=2), marks=pytest.mark.slow),
         pytest.param(case(num_micro=8, layers=4, depth="interleaved2", offload=0.9, seed=1), marks=pytest.mark.slow),

@@ -19,7 +19,7 @@ QUICK = ("build_lstm", "build_bags", "build_graph")
 ALL = slow_but(QUICK[1:], NAMES)
 
 
-@pytest.mark.parametrize("name", slow_but(QUICK[1:], NAMES))
+@pytest.mark.parametrize("name", slow_but(QUICK[2:], NAMES))
 def test_a_plan_of_the_solver(pool2: Pool, name: str) -> None:
     model, batch, *loss_fn = built(name)
     plan = tw.plan(model, batch, loss_fn=loss_fn[0] if loss_fn else None, hardware="cpu:2")
