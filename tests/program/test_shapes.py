@@ -65,7 +65,7 @@ def test_recipes_on_smaller_batches(pool2: Pool, name: str, solver: str, capture
 @pytest.mark.parametrize(
     ("name", "seed"),
     slow_but(
-        [("net", 1), ("masked", 1), ("vit-tiny", 1)],
+        [("net", 1), ("masked", 1)],
         [("net", 1), ("masked", 1), ("gpt2-tiny", 3), ("t5-tiny", 1), ("vit-tiny", 1)]
         + [(name, 2) for name in ("net", "masked", "gpt2-tiny", "bert-tiny", "resnet-tiny")],
     ),
