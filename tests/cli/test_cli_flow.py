@@ -169,11 +169,14 @@ def _torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_demo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("shares", [pytest.param((0.05, 0.9), marks=pytest.mark.slow), (0.9,)], ids=str)
+def test_the_demo(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, shares: tuple[float, ...]
+) -> None:
     """The whole tour on a model that is smaller still."""
     settings = ["n_layer=1", "n_embd=48", "n_head=3", "n_positions=64", "vocab_size=260"]
     monkeypatch.setattr(demo, "MODEL", ModelOptions("zoo:gpt2", batch_size=4, seq_len=64, settings=settings))
-    monkeypatch.setattr(demo, "BUDGET_SHARES", (0.9,))
+    monkeypatch.setattr(demo, "BUDGET_SHARES", shares)
     monkeypatch.setattr(
         tw, "calibrate", lambda *_, **__: tw.hardware("cpu:2")
     )  # tests/hardware/test_hardware.py measures

@@ -112,14 +112,14 @@ def test_messages_that_nobody_takes_are_settled_at_the_end(pool2: Pool) -> None:
 
 
 def test_a_script_ends_after_finish_whatever_was_under_way() -> None:
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [*run, "tests/sync_cases.py"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=90
     )
     assert done.returncode == 0, done.stderr
     digests = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("finished")]
-    assert len(digests) == 2
+    assert len(digests) == 3
     assert len(set(digests)) == 1
 
 
