@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.pool import Pool
+from tests.pool import Pool, seldom_collect_everything
 
 # The first call of a test imports and traces; a time limit on each example would judge that.
 settings.register_profile("default", deadline=None)
@@ -33,6 +33,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Two workers and their ranks share the cores: a thread that spins while it waits takes them from one that computes.
     # OpenMP reads this as a process starts, so it holds for workers of pytest-xdist, pools and commands.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # And one thread computes for each, as for their ranks; tests of more set their number.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     presets = importlib.import_module("trainwright.hardware.presets")
     presets.num_cores = lambda: 2
     presets.machine.cpu_flags = lambda: frozenset({"avx512f", "avx512_bf16"})
@@ -41,7 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_finish() -> None:
     """Take what importing made out of the garbage collector's sight: each full collection went through a million objects."""
     gc.collect()
-    gc.freeze()
+    seldom_collect_everything()
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

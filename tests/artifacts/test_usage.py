@@ -14,6 +14,8 @@ from trainwright.optim import torch_optimizers
 
 CASES = "tests.usage_cases:"
 ON_SHARDS = [entry.name for entry in torch_optimizers.records() if entry.name != "muon"]  # of matrices alone
+QUICK = ["adamw", "sgd-momentum", "adagrad", "adadelta", "rprop"]
+"""Of those whose states are alike one: moments, a momentum, sums, a step of its own, signs."""
 
 
 @cache
@@ -38,7 +40,7 @@ def test_all_of_torchs_optimizers_are_here() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("optimizer", ON_SHARDS)
+@pytest.mark.parametrize("optimizer", slow_but(QUICK, ON_SHARDS))
 @pytest.mark.parametrize("solver", ["fsdp", pytest.param("megatron", marks=pytest.mark.slow)])
 def test_torchs_optimizers_on_plans(pool2: Pool, solver: str, optimizer: str) -> None:
     for found in pool2.run(CASES + "steps", plan=planned(solver), optimizer=optimizer):

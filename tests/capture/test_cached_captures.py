@@ -217,7 +217,7 @@ def test_ops_of_the_users_own_are_not_stored() -> None:
         as_data(capture(model, batch, *loss_fn))
 
 
-@pytest.mark.parametrize("name", ["gpt2-tiny", "resnet-tiny"])
+@pytest.mark.parametrize("name", ["gpt2-tiny", pytest.param("resnet-tiny", marks=pytest.mark.slow)])
 def test_a_plan_of_a_stored_capture_is_the_same(folder: Path, name: str) -> None:
     model, batch = zoo.build(name)
     first, second = (capture_step(model, batch, None, None) for _ in range(2))

@@ -107,7 +107,7 @@ def test_what_a_graph_cannot_follow_is_refused(function: Any, words: tuple[str, 
 @pytest.mark.parametrize(
     ("solver", "pins", "memory"),
     [
-        ("fsdp", [], None),
+        pytest.param("fsdp", [], None, marks=pytest.mark.slow),
         ("joint", [":Doubled=shard(l0)@cpu", ":Sign=shard(l0)@cpu"], None),
         ("joint", [], 42_000),
     ],

@@ -53,7 +53,8 @@ def test_what_does_not_fit_is_answered_no(plan_path: Path, capsys: pytest.Captur
 
 
 def test_the_recipes_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *MODEL, "--hardware", "cpu:2", "--compare", "--json", "-"]) == 0
+    question = ["plan", *MODEL, "--hardware", "cpu:2", "--compare"]
+    assert main([*question, "--json", "-"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert set(found["plans"]) == {"ddp", "fsdp", "megatron", "two-stage", "joint"}
     assert all(row["feasible"] for row in found["plans"].values()), "without --memory nothing is infeasible"
@@ -61,7 +62,7 @@ def test_the_recipes_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     peaks = {name: row["peak_bytes"] for name, row in found["plans"].items()}
     budget = (peaks["ddp"] + min(peaks.values())) // 2
     assert peaks["ddp"] > budget
-    assert main(["plan", *MODEL, "--hardware", "cpu:2", "--compare", "--memory", f"{budget}B", "--json", "-"]) == 0
+    assert main([*question, "--memory", f"{budget}B", "--json", "-"]) == 0
     tight = json.loads(capsys.readouterr().out)
     assert tight["budget_bytes"] == budget
     assert tight["plans"]["ddp"]["feasible"] is False
@@ -168,11 +169,14 @@ def _torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_demo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("shares", [pytest.param((0.05, 0.9), marks=pytest.mark.slow), (0.9,)], ids=str)
+def test_the_demo(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, shares: tuple[float, ...]
+) -> None:
     """The whole tour on a model that is smaller still."""
     settings = ["n_layer=1", "n_embd=48", "n_head=3", "n_positions=64", "vocab_size=260"]
     monkeypatch.setattr(demo, "MODEL", ModelOptions("zoo:gpt2", batch_size=4, seq_len=64, settings=settings))
-    monkeypatch.setattr(demo, "BUDGET_SHARES", (0.05, 0.9))
+    monkeypatch.setattr(demo, "BUDGET_SHARES", shares)
     monkeypatch.setattr(
         tw, "calibrate", lambda *_, **__: tw.hardware("cpu:2")
     )  # tests/hardware/test_hardware.py measures

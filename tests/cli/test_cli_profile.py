@@ -173,6 +173,7 @@ def test_a_batch_that_cannot_be_cut_is_named(models, capsys) -> None:
     assert any(reason.startswith("a smaller batch: ") and "--batch-size" in reason for reason in found.fit.not_tried)
 
 
+@pytest.mark.slow  # on each change: its peak in tests/profiler, and each remedy above
 def test_a_model_of_the_zoo_with_its_own_recomputation(capsys) -> None:
     status, found, said = profiled(capsys, "zoo:gpt2-tiny", "--fits", "2.6MiB")
     remedies = {remedy.name: remedy for remedy in found.fit.remedies}

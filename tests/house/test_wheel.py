@@ -109,7 +109,7 @@ def test_the_zoo_is_listed_without_transformers(installed: Installed, tmp_path: 
     assert "all of them need the package transformers, which is not installed; try pip install" in done.stderr
 
 
-@pytest.mark.parametrize("arguments", [["demo"], ["profile", "zoo:gpt2-tiny"]])
+@pytest.mark.parametrize("arguments", [["demo"], pytest.param(["profile", "zoo:gpt2-tiny"], marks=pytest.mark.slow)])
 def test_what_is_missing_is_said_at_once(installed: Installed, tmp_path: Path, arguments: list[str]) -> None:
     done = installed.run(*arguments, cwd=tmp_path)
     assert done.returncode == 2

@@ -179,6 +179,7 @@ def test_the_trainer_trains_stages_as_the_stock_trainer_does(
     assert first["predicted"] == pytest.approx(stock["predicted"], rel=1e-4, abs=1e-3)
 
 
+@pytest.mark.slow  # on each change: the Trainer
 def test_accelerate_trains_stages(pool2: Pool, staged_path: str, tmp_path: Path) -> None:
     from accelerate import Accelerator, DataLoaderConfiguration
 
@@ -194,6 +195,7 @@ def test_accelerate_trains_stages(pool2: Pool, staged_path: str, tmp_path: Path)
             assert whole[key] == stock[key] == resumed[key]
 
 
+@pytest.mark.slow  # on each change: the Trainer
 def test_fabric_trains_stages(pool2: Pool, staged_path: str, tmp_path: Path) -> None:
     from lightning.fabric import Fabric
 

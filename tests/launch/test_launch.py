@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.grids import slow_but
 from tests.pool import Pool
 from tests.process_tree import assert_ended, is_alive
 from trainwright import launch
@@ -305,7 +306,7 @@ with Workers(2) as workers:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", slow_but([signal.SIGKILL], [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]))
 def test_no_rank_outlives_its_parent(number: signal.Signals) -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert parent.stdout is not None
@@ -335,7 +336,8 @@ assert not dist.is_initialized()
 """
 
 
-@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow  # tests/runtime/test_own_model.py joins them on each change
+@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_process_group_joins_torchruns_ranks(num_ranks: int, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(TORCHRUN)

@@ -7,6 +7,7 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,13 @@ def is_fork() -> bool:
     return "from trainwright.launch.template import serve" in Path("/proc/self/cmdline").read_text()
 
 
-@pytest.fixture
-def own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No template yet, one that imports no more than every rank needs, and the session's one afterwards."""
-    monkeypatch.setattr(template, "_template", None)
-    monkeypatch.setattr(template, "PACKAGES", ())
+@pytest.fixture(scope="module")
+def own() -> Iterator[None]:
+    """No template yet, then one for these tests that imports no more than every rank needs; the session's one afterwards."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(template, "_template", None)
+        patch.setattr(template, "PACKAGES", ())
+        yield
 
 
 def test_a_rank_has_the_surroundings_of_the_moment_it_is_started(
@@ -83,6 +86,7 @@ def test_one_template_serves_until_a_variable_changes_that_is_read_at_loading(
 
 
 def test_without_a_template_ranks_are_fresh_interpreters(own: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template, "_template", None)
     monkeypatch.setattr(template, "_START", "raise SystemExit(3)")
     assert run_processes(HERE + ":is_fork", num_processes=2) == [False, False]
 

@@ -78,7 +78,7 @@ def test_ranks_need_not_hold_their_parts_alike(pool2: Pool, pool4: Pool) -> None
     ("model", "mesh", "seed"),
     [
         ("gpt2-tiny", [2], 0),
-        ("resnet-tiny", [2, 2], 7),
+        pytest.param("resnet-tiny", [2, 2], 7, marks=pytest.mark.slow),
         pytest.param("gpt2-tiny", [4], 3, marks=pytest.mark.slow),
         *(pytest.param(model, [2, 2], 7, marks=pytest.mark.slow) for model in ("llama-tiny", "bert-tiny", "t5-tiny")),
     ],

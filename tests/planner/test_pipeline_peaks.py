@@ -53,6 +53,7 @@ def compare(name: str, hardware: str, num_stages: int, inner: int, num_micro: in
     return num
 
 
+@pytest.mark.slow  # on each change: those below, which add what offloads
 def test_stages_hold_what_their_actions_add() -> None:
     assert compare("gpt2-tiny", "4xh100", 2, 2, 4) >= 16
 

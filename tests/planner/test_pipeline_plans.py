@@ -110,7 +110,7 @@ FAST_DISK = with_disk(Tier(write_bytes_per_s=2e9, read_bytes_per_s=2e9, latency_
 
 
 def test_what_stages_offload_fits_where_nothing_else_does_and_is_faster(model: dict[str, Any], pool2: Pool) -> None:
-    asked = {**ASKED, "hardware": FAST_DISK}
+    asked = {**ASKED, "hardware": FAST_DISK, "pipeline_schedule": "1f1b"}
     with pytest.raises(Refusal, match="joint found none"):
         tw.plan(**model, **asked, offload="none", memory="1.45MiB")
     found = tw.plan(**model, **asked, offload="disk", memory="1.45MiB")
@@ -163,7 +163,7 @@ def test_the_last_stage_takes_its_loss_in_chunks_where_nothing_fits_without(pool
 
 
 def test_gpus_offload_to_their_hosts_unless_told_otherwise(model: dict[str, Any]) -> None:
-    asked = {**ASKED, "hardware": "2xh100", "memory": "1.9MiB"}
+    asked = {**ASKED, "hardware": "2xh100", "memory": "1.9MiB", "pipeline_schedule": "1f1b"}
     auto, host, none = (tw.plan(**model, **asked, offload=offload) for offload in ("auto", "host", "none"))
     assert auto.offload is not None
     assert auto.offload.tier == "host"

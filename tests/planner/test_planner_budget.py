@@ -33,7 +33,14 @@ FAR = pytest.mark.xfail(
 )
 
 
-@pytest.mark.parametrize(("share", "gap"), [pytest.param(0.2, 5e-3, marks=[pytest.mark.slow, FAR]), (0.6, 5e-3)])
+@pytest.mark.parametrize(
+    ("share", "gap"),
+    [
+        pytest.param(0.2, 5e-3, marks=[pytest.mark.slow, FAR]),
+        pytest.param(0.6, 5e-3, marks=pytest.mark.slow),
+        (0.9, 5e-3),
+    ],
+)
 def test_a_budget_that_binds_is_used(share, gap):
     plan = planned(share)
     assert 0.95 * plan.budget_bytes <= plan.predicted.peak_bytes <= plan.budget_bytes
@@ -60,7 +67,7 @@ def test_the_problem_does_not_grow_with_depth():
 
 
 def test_a_plan_can_be_reviewed():
-    lines = planned(0.6).to_json().splitlines()
+    lines = planned(0.9).to_json().splitlines()
     assert json.loads("\n".join(lines))
     assert len(lines) < 300
     assert max(map(len, lines)) <= 160, max(lines, key=len)

@@ -12,7 +12,8 @@ BAR = 0.02
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(("ddp", "llama-256"), marks=pytest.mark.slow), ("fsdp", "llama-256"), ("megatron", "llama-256"),
+        pytest.param(("ddp", "llama-256"), marks=pytest.mark.slow), ("fsdp", "llama-256"),
+        pytest.param(("megatron", "llama-256"), marks=pytest.mark.slow),
         ("ddp", "gpt2-256"), pytest.param(("fsdp", "gpt2-256"), marks=pytest.mark.slow),
     ],
     ids="-".join,

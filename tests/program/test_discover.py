@@ -130,7 +130,7 @@ def test_what_was_found_is_kept_and_not_believed_unseen(fresh: Path, monkeypatch
 @pytest.mark.parametrize(
     "pin",
     slow_but(
-        ["", "product=shard(l2)"], ["", "product=shard(l0)", "product=shard(l1)", "product=shard(l2)", "gate=shard(l1)"]
+        ["product=shard(l2)"], ["", "product=shard(l0)", "product=shard(l1)", "product=shard(l2)", "gate=shard(l1)"]
     ),
 )
 def test_plans_of_found_rules_are_right(pool2: Pool, pin: str) -> None:

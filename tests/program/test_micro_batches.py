@@ -149,7 +149,7 @@ def test_rows_of_all_ranks_are_the_batch() -> None:
     assert plan.batch["0"].shape == (8, micro.WIDTH)
 
 
-@pytest.mark.parametrize("solver", ["ddp", "fsdp"])
+@pytest.mark.parametrize("solver", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_parameters_may_travel_in_buckets_in_every_run(pool2: Pool, solver: str) -> None:
     """A plan that is edited so is checked and runs: each run then opens its buckets, and gradients add up all the same."""
     spec = "tests.models.micro:uneven_labels"

@@ -11,6 +11,7 @@ import re
 import pytest
 
 from tests.builders import make_optimizer, question, tiny_program
+from tests.grids import slow_but
 from trainwright import optim
 from trainwright.artifacts import Plan, Refusal, UserError
 from trainwright.planner import check, make_plan, simulate
@@ -156,7 +157,7 @@ def test_the_same_plan_runs_the_same() -> None:
     assert _traced(found()) == _traced(Plan.parse(found().to_json()))
 
 
-@pytest.mark.parametrize("seed", [*range(20), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(20, 150))])
+@pytest.mark.parametrize("seed", slow_but(range(10), range(150)))
 def test_any_edit_is_carried_out_or_refused_or_named(seed: int) -> None:
     draw = random.Random(seed)
     data = json.loads(found().to_json())

@@ -28,7 +28,7 @@ def test_on_two_axes(pool4: Pool) -> None:
     assert report["passed"], report
 
 
-@pytest.mark.parametrize("solver", ["fsdp", "joint"])
+@pytest.mark.parametrize("solver", [pytest.param("fsdp", marks=pytest.mark.slow), "joint"])
 def test_a_plan_is_run_with_the_users_backwards(pool2: Pool, solver: str) -> None:
     plan = tw.plan(*user_ops_cases.build(), hardware="cpu:2", solver=solver)
     assert not any("gathered" in note for note in plan.notes), plan.notes

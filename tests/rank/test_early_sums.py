@@ -8,6 +8,7 @@ import torch
 import trainwright as tw
 from tests.builders import decisions, logged
 from tests.early_sums_cases import batch, build
+from tests.grids import slow_but
 from tests.pool import Pool
 from trainwright.hardware.collectives import seconds
 from trainwright.ops import partial
@@ -20,7 +21,7 @@ def test_labels_are_counted_before_anything_is_computed() -> None:
     assert forward.index("wait 0") > max(place for place, event in enumerate(forward) if event == "product")
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", slow_but([True], [False, True]))
 @pytest.mark.parametrize(
     ("options", "num_early"),
     [({}, 1), ({"weighted": True}, 0), ({"own_labels": True}, 0)],

@@ -13,7 +13,7 @@ CASES = "tests.late_loss_cases:"
 DATA_PARALLEL = {"hardware": "cpu:2", "mesh": [2], "solver": "ddp"}
 
 
-@pytest.mark.parametrize("factor", [1.0, 0.25])
+@pytest.mark.parametrize("factor", slow_but([0.25], [1.0, 0.25]))
 @pytest.mark.parametrize("model", slow_but(["gpt2-tiny"], ["gpt2-tiny", "vit-tiny"]))
 def test_on_two_ranks(pool2: Pool, model: str, factor: float) -> None:
     ranks = pool2.run(CASES + "compared", model=model, question=DATA_PARALLEL, factor=factor)

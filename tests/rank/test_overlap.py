@@ -8,6 +8,7 @@ import pytest
 
 import trainwright as tw
 from tests.builders import decisions, logged, program
+from tests.grids import slow_but
 from tests.pool import Pool
 from trainwright.launch import run_processes
 from trainwright.program.decisions import OVERLAPS, Overlap
@@ -76,7 +77,7 @@ def test_what_is_gathered_again_is_gathered_ahead() -> None:
     )
 
 
-@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("overlap", slow_but(["buckets"], OVERLAPS))
 def test_a_parameter_that_the_loss_does_not_reach(pool2: Pool, overlap: str) -> None:
     """A buffer that never fills is sent all the same: the other gradients in it are right, and nobody hangs."""
     errors = pool2.run("tests.overlap_cases:unreached", overlap=overlap)
@@ -88,7 +89,7 @@ def test_a_bucket_is_waited_for_by_its_own_run_alone(pool2: Pool) -> None:
     assert max(pool2.run("tests.overlap_cases:two_forwards")) < 1e-12
 
 
-@pytest.mark.parametrize("solver", ["ddp", "fsdp"])
+@pytest.mark.parametrize("solver", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_a_weight_that_is_alone_in_its_buffer_is_reduced_without_a_copy(pool2: Pool, solver: str) -> None:
     for found, error in pool2.run("tests.overlap_cases:in_place", solver=solver):
         assert any(found)
@@ -119,7 +120,7 @@ def test_large_buffers_are_cut() -> None:
     assert len(Bucket(bucket.members, False).reductions) == 1
 
 
-@pytest.mark.parametrize("overlap", ["none", "ahead"])
+@pytest.mark.parametrize("overlap", [pytest.param("none", marks=pytest.mark.slow), "ahead"])
 def test_a_compiled_module_computes_the_same(pool2: Pool, overlap: str) -> None:
     for error, num_graphs in pool2.run("tests.overlap_cases:compiled", overlap=overlap):
         assert error < 1e-12

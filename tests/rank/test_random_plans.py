@@ -17,12 +17,12 @@ from trainwright.rank.local import build_local
 from trainwright.rank.reshard import SimulatedCommunicator
 
 MODELS = ["gpt2-tiny", "llama-tiny", "bert-tiny", "vit-tiny", "resnet-tiny", "t5-tiny"]
-TWO_AXES = ("gpt2-tiny", "resnet-tiny")
+TWO_AXES = ("resnet-tiny",)
 """On two axes the others are slow tests."""
 
 
 @pytest.mark.parametrize("seed", slow_but([0], [0, 1]))
-@pytest.mark.parametrize("model", slow_but(["gpt2-tiny", "resnet-tiny", "t5-tiny"], MODELS))
+@pytest.mark.parametrize("model", slow_but(["gpt2-tiny", "t5-tiny"], MODELS))
 def test_on_two_ranks(pool2: Pool, model: str, seed: int) -> None:
     report = pool2.run("tests.parallel_cases:random_plan", timeout_s=280, model=model, mesh=[2], seed=seed)[0]
     assert report["passed"], report

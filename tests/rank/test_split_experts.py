@@ -52,7 +52,7 @@ def test_on_two_ranks(pool2: Pool, family: str, split: list[str], settings: dict
     assert report["max_relative_error_gradient"] < 1e-12
 
 
-@pytest.mark.parametrize(("family", "mesh", "split", "settings"), _slow_but_first(ON_FOUR, 1))
+@pytest.mark.parametrize(("family", "mesh", "split", "settings"), _slow_but_first(ON_FOUR, 0))
 def test_on_four_ranks(pool4: Pool, family: str, mesh: list[int], split: list[str], settings: dict[str, Any]) -> None:
     report = pool4.run(
         "tests.expert_cases:forced", timeout_s=280, family=family, mesh=mesh, split=split, seed=3, **settings

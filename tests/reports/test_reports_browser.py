@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -81,13 +83,19 @@ class Opened:
         self.page.close()
 
 
+@pytest.fixture(scope="module")
+def opened_once(browser, pages) -> Iterator[Callable[[str], Opened]]:
+    """Pages that stay open from test to test, for drawing one takes seconds: a test changes only what it alone looks at."""
+    with ExitStack() as stack:
+        yield cache(lambda name: stack.enter_context(Opened(browser, pages[name])))
+
+
 @pytest.mark.parametrize(
     ("name", "num_charts", "scheme", "width"),
     slow_but(
         [
             ("profile", 4, "dark", 400),
             ("asked", 6, "light", 1400),
-            ("plan", 7, "light", 1400),
             ("plan", 7, "dark", 400),
         ],
         [
@@ -111,18 +119,18 @@ def test_every_chart_is_drawn_and_nothing_complains(browser, pages, name, num_ch
         assert opened.problems == []
 
 
-def test_hovering_names_the_op_and_its_module(browser, pages) -> None:
-    with Opened(browser, pages["profile"]) as opened:
-        place = opened.page.locator(".chart").first
-        place.scroll_into_view_if_needed()
-        box = place.locator(".nsewdrag").first.bounding_box()
-        opened.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
-        label = opened.page.locator(".hoverlayer").first
-        label.get_by_text("after mm").wait_for()
-        text = label.text_content()
-        assert "h." in text
-        assert "saved for the backward" in text
-        assert opened.problems == []
+def test_hovering_names_the_op_and_its_module(opened_once) -> None:
+    opened = opened_once("profile")
+    place = opened.page.locator(".chart").first
+    place.scroll_into_view_if_needed()
+    box = place.locator(".nsewdrag").first.bounding_box()
+    opened.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    label = opened.page.locator(".hoverlayer").first
+    label.get_by_text("after mm").wait_for()
+    text = label.text_content()
+    assert "h." in text
+    assert "saved for the backward" in text
+    assert opened.problems == []
 
 
 def test_a_click_in_the_legend_hides_a_category(browser, pages) -> None:
@@ -138,114 +146,114 @@ def test_a_click_in_the_legend_hides_a_category(browser, pages) -> None:
         assert opened.problems == []
 
 
-def test_the_buttons_change_what_the_treemap_shows(browser, pages) -> None:
-    with Opened(browser, pages["profile"]) as opened:
-        opened.page.get_by_role("button", name="parameter bytes").click()
-        opened.page.get_by_text("100 MiB").first.wait_for()
-        assert opened.page.get_by_role("button", name="parameter bytes").get_attribute("aria-pressed") == "true"
-        assert opened.page.get_by_role("button", name="saved bytes").get_attribute("aria-pressed") == "false"
-        assert opened.problems == []
+def test_the_buttons_change_what_the_treemap_shows(opened_once) -> None:
+    opened = opened_once("profile")
+    opened.page.get_by_role("button", name="parameter bytes").click()
+    opened.page.get_by_text("100 MiB").first.wait_for()
+    assert opened.page.get_by_role("button", name="parameter bytes").get_attribute("aria-pressed") == "true"
+    assert opened.page.get_by_role("button", name="saved bytes").get_attribute("aria-pressed") == "false"
+    assert opened.problems == []
 
 
-def test_treemap_and_icicle_are_two_forms_of_one_chart(browser, pages) -> None:
-    with Opened(browser, pages["asked"]) as opened:
-        opened.page.get_by_role("button", name="time", exact=True).click()
-        opened.page.get_by_role("button", name="icicle").click()
-        opened.page.locator(".iciclelayer .slice").first.wait_for()
-        assert opened.page.locator(".treemaplayer .slice").count() == 0
-        opened.page.locator(".iciclelayer").get_by_text("120 ms").wait_for()
-        pressed = opened.page.locator("button[aria-pressed=true]").all_text_contents()
-        assert pressed == ["time", "icicle"], "each group of buttons has one that is pressed"
-        assert opened.problems == []
+def test_treemap_and_icicle_are_two_forms_of_one_chart(opened_once) -> None:
+    opened = opened_once("asked")
+    opened.page.get_by_role("button", name="time", exact=True).click()
+    opened.page.get_by_role("button", name="icicle").click()
+    opened.page.locator(".iciclelayer .slice").first.wait_for()
+    assert opened.page.locator(".treemaplayer .slice").count() == 0
+    opened.page.locator(".iciclelayer").get_by_text("120 ms").wait_for()
+    pressed = opened.page.locator("button[aria-pressed=true]").all_text_contents()
+    assert pressed == ["time", "icicle"], "each group of buttons has one that is pressed"
+    assert opened.problems == []
 
 
-def test_hovering_a_module_at_the_peak_names_category_and_size(browser, pages) -> None:
-    with Opened(browser, pages["profile"]) as opened:
-        place = opened.page.locator(".chart").nth(2)
-        place.scroll_into_view_if_needed()
-        bar = place.locator(".bars .point path").first.bounding_box()
-        opened.page.mouse.move(bar["x"] + bar["width"] / 2, bar["y"] + bar["height"] / 2)
-        opened.page.locator(".hoverlayer").get_by_text(" MiB of ").first.wait_for()
-        assert opened.problems == []
+def test_hovering_a_module_at_the_peak_names_category_and_size(opened_once) -> None:
+    opened = opened_once("profile")
+    place = opened.page.locator(".chart").nth(2)
+    place.scroll_into_view_if_needed()
+    bar = place.locator(".bars .point path").first.bounding_box()
+    opened.page.mouse.move(bar["x"] + bar["width"] / 2, bar["y"] + bar["height"] / 2)
+    opened.page.locator(".hoverlayer").get_by_text(" MiB of ").first.wait_for()
+    assert opened.problems == []
 
 
-def test_the_budget_and_the_largest_that_fits_are_told(browser, pages) -> None:
-    with Opened(browser, pages["asked"]) as opened:
-        opened.page.get_by_text("does not fit into 800 MiB").wait_for()
-        opened.page.get_by_text("The largest that fits: 3.").wait_for()
-        opened.page.get_by_text("budget 800 MiB").first.wait_for()
-        assert opened.page.get_by_text("--batch-size 3").is_visible()
-        assert opened.problems == []
+def test_the_budget_and_the_largest_that_fits_are_told(opened_once) -> None:
+    opened = opened_once("asked")
+    opened.page.get_by_text("does not fit into 800 MiB").wait_for()
+    opened.page.get_by_text("The largest that fits: 3.").wait_for()
+    opened.page.get_by_text("budget 800 MiB").first.wait_for()
+    assert opened.page.get_by_text("--batch-size 3").is_visible()
+    assert opened.problems == []
 
 
-def test_a_line_of_the_sweep_can_be_hidden(browser, pages) -> None:
-    with Opened(browser, pages["asked"]) as opened:
-        place = opened.page.locator(".chart").nth(1)
-        assert place.locator(".scatterlayer .trace").count() == 3
-        place.locator(".legendtoggle").nth(1).click()
-        opened.page.wait_for_function("document.querySelectorAll('.chart')[1].data[1].visible === 'legendonly'")
-        assert place.locator(".scatterlayer .trace").count() == 2
-        assert opened.problems == []
+def test_a_line_of_the_sweep_can_be_hidden(opened_once) -> None:
+    opened = opened_once("asked")
+    place = opened.page.locator(".chart").nth(1)
+    assert place.locator(".scatterlayer .trace").count() == 3
+    place.locator(".legendtoggle").nth(1).click()
+    opened.page.wait_for_function("document.querySelectorAll('.chart')[1].data[1].visible === 'legendonly'")
+    assert place.locator(".scatterlayer .trace").count() == 2
+    assert opened.problems == []
 
 
-def test_a_corner_of_the_frontier_names_its_plan(browser, pages) -> None:
-    with Opened(browser, pages["plan"]) as opened:
-        place = opened.page.locator(".chart").nth(6)
-        place.scroll_into_view_if_needed()
-        assert place.locator(".scatterlayer .trace").count() == 2, "the stair, and this plan on it"
-        point = place.locator(".scatterlayer .trace").first.locator(".points path").first.bounding_box()
-        opened.page.mouse.move(point["x"] + point["width"] / 2, point["y"] + point["height"] / 2)
-        label = opened.page.locator(".hoverlayer").get_by_text("300 ms with 500 MiB").first
-        label.wait_for()
-        opened.page.locator(".hoverlayer").get_by_text("recomputation 30").first.wait_for()
-        opened.page.locator(".hoverlayer").get_by_text("plans/plan-1.json").first.wait_for()
-        assert place.locator(".textpoint").all_text_contents() == ["plan-1", "plan-2", "plan-3"]
-        assert opened.problems == []
+def test_a_corner_of_the_frontier_names_its_plan(opened_once) -> None:
+    opened = opened_once("plan")
+    place = opened.page.locator(".chart").nth(6)
+    place.scroll_into_view_if_needed()
+    assert place.locator(".scatterlayer .trace").count() == 2, "the stair, and this plan on it"
+    point = place.locator(".scatterlayer .trace").first.locator(".points path").first.bounding_box()
+    opened.page.mouse.move(point["x"] + point["width"] / 2, point["y"] + point["height"] / 2)
+    label = opened.page.locator(".hoverlayer").get_by_text("300 ms with 500 MiB").first
+    label.wait_for()
+    opened.page.locator(".hoverlayer").get_by_text("recomputation 30").first.wait_for()
+    opened.page.locator(".hoverlayer").get_by_text("plans/plan-1.json").first.wait_for()
+    assert place.locator(".textpoint").all_text_contents() == ["plan-1", "plan-2", "plan-3"]
+    assert opened.problems == []
 
 
-def test_the_hottest_ops_sort_by_any_column(browser, pages) -> None:
-    with Opened(browser, pages["asked"]) as opened:
-        table = opened.page.locator("table.sortable").last
+def test_the_hottest_ops_sort_by_any_column(opened_once) -> None:
+    opened = opened_once("asked")
+    table = opened.page.locator("table.sortable").last
 
-        def first_ops() -> list[str]:
-            return [text.split("<")[0].strip() for text in table.locator("tbody tr td:first-child").all_text_contents()]
+    def first_ops() -> list[str]:
+        return [text.split("<")[0].strip() for text in table.locator("tbody tr td:first-child").all_text_contents()]
 
-        assert first_ops() == ["mm", "mul"]
-        table.get_by_text("calls").click()
-        assert first_ops() == ["mul", "mm"], "the most calls first"
-        table.get_by_text("calls").click()
-        assert first_ops() == ["mm", "mul"], "the fewest first"
-        assert table.locator("th[aria-sort=ascending]").text_content() == "calls"
-        table.get_by_text("bytes moved").press("Enter")
-        assert first_ops() == ["mul", "mm"], "by keyboard"
-        assert opened.problems == []
-
-
-def test_the_fastest_recipe_is_marked_and_all_have_numbers(browser, pages) -> None:
-    with Opened(browser, pages["plan"]) as opened:
-        section = opened.page.locator("section", has=opened.page.get_by_text("The recipes side by side"))
-        rows = {
-            cells[0]: cells for cells in (row.split("\t") for row in section.locator("table").inner_text().splitlines())
-        }
-        assert rows["joint"][1:3] == ["200\u00a0ms", "120\u00a0ms"]
-        assert rows["joint"][-1] == "fastest"
-        assert [name for name, cells in rows.items() if cells[-1] == "fastest"] == ["joint"]
-        assert rows["ddp"][-1] == "does not fit"
+    assert first_ops() == ["mm", "mul"]
+    table.get_by_text("calls").click()
+    assert first_ops() == ["mul", "mm"], "the most calls first"
+    table.get_by_text("calls").click()
+    assert first_ops() == ["mm", "mul"], "the fewest first"
+    assert table.locator("th[aria-sort=ascending]").text_content() == "calls"
+    table.get_by_text("bytes moved").press("Enter")
+    assert first_ops() == ["mul", "mm"], "by keyboard"
+    assert opened.problems == []
 
 
-def test_the_memory_is_drawn_over_time_where_it_is_known(browser, pages) -> None:
+def test_the_fastest_recipe_is_marked_and_all_have_numbers(opened_once) -> None:
+    opened = opened_once("plan")
+    section = opened.page.locator("section", has=opened.page.get_by_text("The recipes side by side"))
+    rows = {
+        cells[0]: cells for cells in (row.split("\t") for row in section.locator("table").inner_text().splitlines())
+    }
+    assert rows["joint"][1:3] == ["200\u00a0ms", "120\u00a0ms"]
+    assert rows["joint"][-1] == "fastest"
+    assert [name for name, cells in rows.items() if cells[-1] == "fastest"] == ["joint"]
+    assert rows["ddp"][-1] == "does not fit"
+
+
+def test_the_memory_is_drawn_over_time_where_it_is_known(opened_once) -> None:
     for name, title, last in (("asked", "predicted time, ms", 118), ("profile", "ops of the step, in order", 59)):
-        with Opened(browser, pages[name]) as opened:
-            chart = opened.page.locator(".chart", has=opened.page.locator(".xtitle", has_text=title))
-            assert chart.evaluate("chart => chart.data[0].x.at(-1)") == pytest.approx(last)
+        page = opened_once(name).page
+        chart = page.locator(".chart", has=page.locator(".xtitle", has_text=title))
+        assert chart.evaluate("chart => chart.data[0].x.at(-1)") == pytest.approx(last)
 
 
-def test_every_short_name_of_the_plan_is_explained(browser, pages) -> None:
-    with Opened(browser, pages["plan"]) as opened:
-        used = set(opened.page.locator("details:not(:first-of-type) .chip").all_text_contents())
-        explained = opened.page.locator("details:first-of-type .chip").all_text_contents()
-        assert used
-        assert {part for chip in used for part in (chip.split("@")[0], f"@{chip.split('@')[1]}")} <= set(explained)
+def test_every_short_name_of_the_plan_is_explained(opened_once) -> None:
+    opened = opened_once("plan")
+    used = set(opened.page.locator("details:not(:first-of-type) .chip").all_text_contents())
+    explained = opened.page.locator("details:first-of-type .chip").all_text_contents()
+    assert used
+    assert {part for chip in used for part in (chip.split("@")[0], f"@{chip.split('@')[1]}")} <= set(explained)
 
 
 def test_an_old_browser_is_told_and_keeps_its_tables(browser, pages) -> None:

@@ -211,9 +211,9 @@ def plan_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def _ended(script: Path, plan: Path, before: str = "", after: str = "", ranks: int = 2) -> Any:
+def _ended(script: Path, plan: Path, before: str = "", after: str = "") -> Any:
     script.write_text(SCRIPT.format(plan=str(plan), before=before, after=after))
-    under = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    under = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     root = str(Path(__file__).resolve().parents[2])
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": root}
     return subprocess.run([sys.executable, *under, str(script)], capture_output=True, text=True, timeout=120, env=env)
@@ -236,9 +236,9 @@ def test_a_rank_that_fails_does_not_wait_for_the_others(plan_path: Path, tmp_pat
     assert "on purpose" in done.stderr
 
 
-def test_a_process_alone_is_told_to_use_torchrun(plan_path: Path, tmp_path: Path) -> None:
-    done = _ended(tmp_path / "script.py", plan_path, ranks=1)
-    assert "torchrun --nproc-per-node 2" in done.stderr
+def test_a_process_alone_is_told_to_use_torchrun(plan_path: Path) -> None:
+    with pytest.raises(UserError, match="torchrun --nproc-per-node 2"):
+        tw.parallelize(nn.Linear(4, 3), tw.Plan.from_json(plan_path), loss_fn=CROSS)
 
 
 class NamedAsOurs(nn.Module):

@@ -34,7 +34,7 @@ def check(pool: Pool, options: dict[str, Any], update: bool = False) -> None:
     [
         case(recompute=True),
         case(depth="gpipe", seed=2),
-        case(depth="zero-bubble", layers=4, num_micro=8, recompute=True, seed=1),
+        pytest.param(case(depth="zero-bubble", layers=4, num_micro=8, recompute=True, seed=1), marks=pytest.mark.slow),
         case(depth="interleaved2", layers=4, recompute=True, seed=1),
         case(num_micro=4, recompute=True, offload=0.7, seed=4),
         pytest.param(case(depth="gpipe", offload=0.7, seed=5), marks=pytest.mark.slow),
@@ -56,7 +56,7 @@ def test_two_stages_compute_what_one_process_does(pool2: Pool, options: dict[str
 @pytest.mark.parametrize(
     "options",
     [
-        case("gpt2-tiny", 4, 4, 2, recompute=True),
+        pytest.param(case("gpt2-tiny", 4, 4, 2, recompute=True), marks=pytest.mark.slow),
         pytest.param(case("gpt2-tiny", 2, 2, 4, inner=[2], recompute=True, seed=5), marks=pytest.mark.slow),
         case("gpt2-tiny", 2, 2, 4, depth="zero-bubble", inner=[2], recompute=True, seed=5),
         *(
@@ -98,9 +98,9 @@ def test_four_ranks_compute_what_one_process_does(pool4: Pool, options: dict[str
 @pytest.mark.parametrize(
     "options",
     [
-        case(num_micro=8, recompute=True),
+        pytest.param(case(num_micro=8, recompute=True), marks=pytest.mark.slow),
         case(num_micro=8, recompute=True, layers=4, depth="zero-bubble"),
-        case(num_micro=8, layers=4, depth="interleaved2", seed=1),
+        pytest.param(case(num_micro=8, layers=4, depth="interleaved2", seed=1), marks=pytest.mark.slow),
         case(num_micro=8, recompute=True, offload=0.7, seed=1),
         pytest.param(case(num_micro=8, layers=4, depth="zero-bubble", offload=0.9, seed=2), marks=pytest.mark.slow),
         pytest.param(case(num_micro=8, layers=4, depth="interleaved2", offload=0.9, seed=1), marks=pytest.mark.slow),
@@ -165,13 +165,15 @@ def test_dropout_draws_what_it_draws_without_stages(pool2: Pool) -> None:
     ("kind", "named"),
     [
         ("dropped", r"rank 1 hung: it has been at step 0 in take activation 1 from rank 0 \([\d,]+ bytes\)"),
-        (
+        pytest.param(
             "swapped",
             r"rank 0 hung: .* in sent activation 1 to rank 1 \([\d,]+ bytes\) .*rank 1 hung: .* in take activation 0 from rank 0",
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             "slow",
             r"rank 0 hung: it has been at step 0 in the forward.*waiting: rank 1 in take activation 1 from rank 0",
+            marks=pytest.mark.slow,
         ),
         ("killed", r"rank 0 of 2 was ended by SIGKILL"),
     ],

@@ -25,7 +25,7 @@ def planned(name: str, solver: str, num_ranks: int = 2) -> str:
     [
         pytest.param("gpt2-tiny", "fsdp", marks=pytest.mark.slow),
         ("gpt2-tiny", "joint"),
-        ("resnet-tiny", "joint"),
+        pytest.param("resnet-tiny", "joint", marks=pytest.mark.slow),
         pytest.param("t5-tiny", "fsdp", marks=pytest.mark.slow),
         pytest.param("resnet-tiny", "fsdp", marks=pytest.mark.slow),
         pytest.param("t5-tiny", "joint", marks=pytest.mark.slow),
@@ -60,7 +60,7 @@ def test_weights_are_read_from_safetensors(pool2: Pool, tmp_path: Path) -> None:
     assert pool2.run(CASES + "weights_from_file", plan=plan, name="llama-tiny", folder=str(tmp_path)) == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("solver", ["ddp", "joint"])
+@pytest.mark.parametrize("solver", [pytest.param("ddp", marks=pytest.mark.slow), "joint"])
 def test_dropout_is_reproducible(pool2: Pool, solver: str) -> None:
     found = pool2.run(CASES + "dropout_is_reproducible", plan=planned("gpt2-tiny", solver), name="gpt2-tiny")[0]
     assert found["same"] == 0.0

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import trainwright as tw
+from tests.grids import slow_but
 from tests.models import clusters
 from tests.pool import Pool
 from trainwright.artifacts import BatchEntry, Plan, UserError
@@ -117,8 +118,13 @@ def test_wrong_examples_are_refused(dataset: Any, message: str) -> None:
         ExampleBatches(Plan.parse(planned("drawn")), dataset)
 
 
-@pytest.mark.parametrize(("name", "solver"), [("drawn", "ddp"), ("drawn", "megatron"), ("weighted", "fsdp"),
-                                              ("images", "joint")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "solver"),
+    slow_but(
+        [("drawn", "megatron"), ("weighted", "fsdp")],
+        [("drawn", "ddp"), ("drawn", "megatron"), ("weighted", "fsdp"), ("images", "joint")],
+    ),
+)
 def test_the_planned_module_chooses_as_one_process_does(pool2: Pool, name: str, solver: str) -> None:
     results = pool2.run(CASES + "chosen_like_one_process", plan=planned(name, solver), name=name)
     for found in results:

@@ -141,7 +141,8 @@ def forward_on_a_rank(seed: int, plan: str, folder: str) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("overlap", slow_but(["buckets"], ["none", "buckets"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", ["none", "buckets"])
 def test_a_forward_holds_what_its_instructions_say(pool2: Pool, tmp_path: Path, overlap: str) -> None:
     """With a window of nothing no parameter comes before it is needed."""
     seed = 5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from trainwright.tiers import Policy
 WINDOW = 100_000
 
 
+@cache
 def planned(memory: str | None = None, solver: str = "joint", **policy: Any) -> Plan:
     loaded = gpt2()
     own = Policy(WINDOW, **policy)

@@ -118,7 +118,7 @@ def test_averages_grow_with_the_run_unless_they_are_given(version: Any, beta: fl
     assert spread[1] < 0.01 * spread[2]
 
 
-@pytest.mark.parametrize(("version", "step_x", "num_steps"), [(1, 0.01, 250), (2, 0.01, 600)])
+@pytest.mark.parametrize(("version", "step_x", "num_steps"), [(1, 0.01, 250), (2, 0.01, 400)])
 def test_the_defaults_converge_under_noise(version: Any, step_x: float, num_steps: int) -> None:
     problem = AllNoisy()
     method = BSVRB(step_x=step_x, step_y=0.1, num_sampled=5, version=version, curvature_floor=0.5)
@@ -165,7 +165,7 @@ def test_without_noise_and_with_all_blocks_the_gradient_vanishes(version: Any, b
     method = BSVRB(
         step_x=0.03, step_y=0.3, num_sampled=20, version=version, alpha=0.1, beta=0.1, gamma=0.9, curvature_floor=0.5
     )
-    result = Quadratics().run(method, 1500, noisy=False)
+    result = Quadratics().run(method, 1500 if version == 1 else 750, noisy=False)
     assert result.history["residual"][-1] < bar * result.history["residual"][0]
 
 
@@ -243,9 +243,9 @@ def mean_end(result: Any) -> float:
 def test_normalised_steps_cross_where_plain_ones_overflow() -> None:
     problem = Steep()
     assert problem.grad_norm(problem.x0) > 1e5
-    assert mean_end(problem.run(4000, refine_steps=200)) <= 0.15
+    assert mean_end(problem.run(2500, refine_steps=200)) <= 0.15
     for step_x in (1e-1, 1e-2, 1e-3, 1e-4):
-        assert mean_end(problem.run(4000, refine_steps=200, step_x=step_x, normalised=False)) == math.inf, step_x
+        assert mean_end(problem.run(2500, refine_steps=200, step_x=step_x, normalised=False)) == math.inf, step_x
 
 
 @pytest.mark.slow

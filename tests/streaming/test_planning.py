@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.grids import slow_but
 from trainwright.artifacts import Refusal, StreamPlan, UserError
 from trainwright.cli import main
 from trainwright.hardware import resolve
@@ -32,8 +33,13 @@ def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 X = torch.ones(4, 32)
 
 
-@pytest.mark.parametrize("storage", [None, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("place", ["host", "disk"])
+@pytest.mark.parametrize(
+    ("place", "storage"),
+    slow_but(
+        [("host", None), ("disk", torch.bfloat16)],
+        [(place, storage) for place in ("host", "disk") for storage in (None, torch.bfloat16)],
+    ),
+)
 def test_a_run_holds_and_moves_what_its_plan_says(place: str, storage: torch.dtype | None) -> None:
     whole = cost_of_step(model_of(), X, loss, CLUSTER.device, storage=storage).peak_bytes
     plan = plan_stream(model_of(), X, loss, CLUSTER, place=place, memory_bytes=whole + 9000, storage=storage)  # type: ignore[arg-type]

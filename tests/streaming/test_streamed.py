@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
 
+from tests.grids import slow_but
 from trainwright.artifacts import UserError
 from trainwright.numerics.normals import PIECE, normals
 from trainwright.optim.mezo import MeZO, descend
@@ -182,7 +183,7 @@ def test_masters_beside_a_model_in_bf16() -> None:
         assert torch.equal(param, wanted[name].bfloat16())
 
 
-@pytest.mark.parametrize("storage", [None, torch.bfloat16])
+@pytest.mark.parametrize("storage", slow_but([torch.bfloat16], [None, torch.bfloat16]))
 @pytest.mark.parametrize("kind", ["plain", "tied", "read elsewhere", "its own loop"])
 def test_the_peak_is_predicted_to_the_byte(kind: str, storage: torch.dtype | None) -> None:
     model, ids = Tokens(kind, dropout=0.1, width=32), batches()[0]

@@ -113,7 +113,7 @@ def end_alike(workers: list[Worker]) -> None:
     assert len({worker.lines("finished")[0][1] for worker in workers}) == 1
 
 
-@pytest.mark.parametrize("name", slow_but(["diloco", "decentlam"], BEAR))
+@pytest.mark.parametrize("name", slow_but(["decentlam"], BEAR))
 def test_the_others_go_on_without_one_that_is_killed(server: Server, address: str, name: str) -> None:
     workers = begun(server, address, name)
     gone = workers.pop(BEAR.index(name) % 3)
@@ -240,6 +240,7 @@ def test_workers_of_gradient_coding_name_a_master_that_is_gone(server: Server, a
         assert f"gradient-coding needs its master; worker 0 (process {master.pid} on" in worker.said
 
 
+@pytest.mark.slow  # on each change: one of those above that is stopped
 def test_a_worker_of_gradient_coding_that_is_stopped_is_told_so_when_it_wakes(server: Server, address: str) -> None:
     master, first, second = by_place(begun(server, address, "gradient-coding", steps=60, silence_s=1.0))
     first.until("step", 5)
