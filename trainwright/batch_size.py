@@ -64,6 +64,8 @@ class _Search:
             if size == 1:
                 raise self.refused[size]
             size //= 2
+        if self.refused and size > 1:  # memory may bind already, so that fewer examples are faster
+            self._fits(size // 2)
         for _ in range(MOST_DOUBLINGS):
             if 2 * size in self.refused or not self._fits(2 * size):
                 return
