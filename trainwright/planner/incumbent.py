@@ -35,9 +35,9 @@ class Found:
         """The predicted seconds of a step."""
         return self.price.step_s if self.staged is None else self.staged.step_s
 
-    def bounded(self, bound_s: float, floor_s: float = 0.0) -> Found:
-        """Return a plan that no search found, with the bounds that searches proved."""
-        answer = replace(self.answer, objective_s=self.step_s, floor_s=floor_s)
+    def bounded(self, bound_s: float, floor_s: float = 0.0, row_budget: float | None = None) -> Found:
+        """Return a plan that no search found, with the bounds that a search proved, and the row budget if memory bound it."""
+        answer = replace(self.answer, objective_s=self.step_s, floor_s=floor_s, row_budget=row_budget)
         return replace(self, answer=answer.bounded(bound_s))
 
 
@@ -115,7 +115,8 @@ class Incumbent:
         """Return the fastest plan with what is proven of all spaces, and what was not searched; None where there is none."""
         if self.best is None and self.proposal is not None:
             floors_s = [failure.floor_s for at, failure in self.failures if at is self.proposal.place]
-            self.offer(self.proposal.bounded(max(floors_s, default=0.0)))
+            budget = None if self.task.budget_bytes is None else float(self.task.budget_bytes)
+            self.offer(self.proposal.bounded(max(floors_s, default=0.0), row_budget=budget))
         if self.best is None:
             return None
         answer = self.best.answer

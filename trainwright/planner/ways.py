@@ -197,8 +197,8 @@ class Ways(Space):
         found = Found(self.place, *self.place.overlapped(answer))
         proposal = self._proposal(incumbent)
         incumbent.offer(found)
-        if proposal is not None and proposal.step_s < found.step_s:
-            found = proposal.bounded(answer.bound_s, answer.floor_s)
+        if proposal is not None and proposal.step_s < found.step_s * (1 - GAP):
+            found = proposal.bounded(answer.bound_s, answer.floor_s, answer.row_budget)
             incumbent.offer(found)
         self.known = found if self.known is None or found.step_s < self.known.step_s else self.known
         self.is_bound = self.known.answer.binds
@@ -211,7 +211,8 @@ class Ways(Space):
                 self._leave_unproven(incumbent, self.known)
             yield from self._next(incumbent)
         elif is_slower and (proposal := self._proposal(incumbent)) is not None:
-            self.known = proposal.bounded(proposal.step_s * (1 - GAP), refused.floor_s)
+            budget = float(self.place.task.usable_bytes or 0)
+            self.known = proposal.bounded(proposal.step_s * (1 - GAP), refused.floor_s, budget)
             incumbent.offer(self.known)
             self.is_bound = self.known.answer.binds
             yield from self._next(incumbent)

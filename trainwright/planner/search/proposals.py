@@ -31,7 +31,7 @@ def first_that_fits(place: Place, solver: str, settings: Settings) -> Answer | N
     if solver not in _SEARCHED:
         return None
     for choice, overlap in _choices(place.solver, settings, place.task.furthest_overlap):
-        answer = _simulated(place, choice, overlap, settings.budget_bytes)
+        answer = _simulated(place, choice, overlap)
         if settings.budget_bytes is None or answer.simulation.peak_bytes <= settings.budget_bytes:
             return answer
     return None
@@ -69,8 +69,8 @@ def _rederived(solver: Solver, options: dict[Decision, int], kept: set[Decision]
     return Choice(options, reruns={decision: decision.count for decision in again}, converts=converts)
 
 
-def _simulated(place: Place, choice: Choice, overlap: Overlap, budget_bytes: int | None) -> Answer:
+def _simulated(place: Place, choice: Choice, overlap: Overlap) -> Answer:
     decisions = replace(decisions_from(place.problem, choice), overlap=overlap)
     simulation = place.simulate(decisions)
     seconds = place.price(simulation).step_s
-    return Answer(choice, decisions, simulation, 1.0, seconds, row_budget=budget_bytes)
+    return Answer(choice, decisions, simulation, 1.0, seconds)
