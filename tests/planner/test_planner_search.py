@@ -24,6 +24,7 @@ from trainwright.planner import best_first, ways
 from trainwright.planner.best_first import solve_on
 from trainwright.planner.budget import budget_for
 from trainwright.planner.model.deadline import LEAST_S, Deadline
+from trainwright.planner.model.memory import set_budget
 from trainwright.planner.model.milp import Model, Solution
 from trainwright.planner.model.outcome import Outcome
 from trainwright.planner.search import fitting, guard, solve, stages
@@ -305,6 +306,30 @@ def test_a_sharding_is_fitted_to_the_end_once_no_row_budget_is_left_between() ->
     search.aim = 999.9
     assert not search.note_nothing()
     assert search.is_closed
+
+
+def test_no_row_budget_is_tried_below_one_that_let_in_nothing() -> None:
+    """What is fast enough and fits, if anything is, lies between that and the smallest whose answer did not fit."""
+    search = Search(1000.0, aim=950.0)
+    search.note(SimpleNamespace(simulation=SimpleNamespace(peak_bytes=1300)))
+    search.aim = 900.0
+    assert search.note_nothing()
+    assert search.aim == 925.0
+    search.note(SimpleNamespace(simulation=SimpleNamespace(peak_bytes=1900)))
+    assert 900.0 < search.aim < 925.0
+
+
+def test_a_held_sharding_is_solved_once(place, monkeypatch) -> None:
+    """Branch and bound begins with the heaviest options, which are those of its only leaf."""
+    settings, solver = place.settings("joint"), place.solver
+    model, sharding, recompute, memory = solver.full()
+    set_budget(model, memory, math.inf)
+    asked = settings.held_to(solver.starts(settings)[0]).stages(model, sharding, recompute)
+    asked.effort = replace(asked.effort, few_columns=0)
+    solves, solve = [], stages._Held.solve
+    monkeypatch.setattr(stages._Held, "solve", lambda self, *args: solves.append(args) or solve(self, *args))
+    assert stages.solve_in_stages(asked).values is not None
+    assert len(solves) == 1
 
 
 def test_where_nothing_is_fast_enough_one_solve_says_so(monkeypatch) -> None:
