@@ -25,7 +25,7 @@ from trainwright.planner.best_first import solve_on
 from trainwright.planner.budget import budget_for
 from trainwright.planner.model.deadline import LEAST_S, Deadline
 from trainwright.planner.model.memory import set_budget
-from trainwright.planner.model.milp import Model, Solution
+from trainwright.planner.model.milp import Model, Patience, Solution
 from trainwright.planner.model.outcome import Outcome
 from trainwright.planner.search import fitting, guard, solve, stages
 from trainwright.planner.search.aim import Search
@@ -323,9 +323,9 @@ def test_a_held_sharding_is_solved_once(place, monkeypatch) -> None:
     """Branch and bound begins with the heaviest options, which are those of its only leaf."""
     settings, solver = place.settings("joint"), place.solver
     model, sharding, recompute, memory = solver.full()
-    set_budget(model, memory, math.inf)
-    asked = settings.held_to(solver.starts(settings)[0]).stages(model, sharding, recompute)
-    asked.effort = replace(asked.effort, few_columns=0)
+    set_budget(model, memory, place.task.usable_bytes)  # counts are not whole in the relaxation, which proves less
+    asked = settings.held_to(solver.starts(settings)[1]).stages(model, sharding, recompute)
+    asked.effort, asked.gap, asked.patience = replace(asked.effort, few_columns=0), 0.0, Patience(math.inf, 0.0)
     solves, solve = [], stages._Held.solve
     monkeypatch.setattr(stages._Held, "solve", lambda self, *args: solves.append(args) or solve(self, *args))
     assert stages.solve_in_stages(asked).values is not None
