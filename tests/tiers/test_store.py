@@ -92,12 +92,13 @@ def test_bytes_are_counted_as_the_system_counts_them(tmp_path: Path) -> None:
         if not store.is_direct or not Path("/proc/self/io").exists():
             pytest.skip("transfers past the page cache are needed")
         store.add({"a": data.numel()})
+        store.write("a", data).wait()  # the file system finds its blocks, and may write down where they are
         before = io_counts(others)
         store.write("a", data).wait()
         for _ in range(4):
             store.read("a", torch.empty_like(data)).wait()
         read, written = (now - then for now, then in zip(io_counts(others), before, strict=True))
-        assert store.traffic.total("write").num_bytes == data.numel() == written
+        assert store.traffic.total("write").num_bytes / 2 == data.numel() == written
         assert store.traffic.total("read").num_bytes == 4 * data.numel() == read
 
 
