@@ -88,6 +88,8 @@ class Effort:
     """So many more shardings are proposed under one row budget, without those that do not fit, while the gap is wide."""
     refits: int = 6
     """What is kept is chosen anew for one sharding so often."""
+    bisects_known: bool = False
+    """True where the refits of a known sharding go back up between two row budgets, as those of a proposed one do."""
     begins_wide: bool = False
     """True where the rows begin with all that they count too much, which lets more in, and more that does not fit."""
     simulates_below: float = math.inf
@@ -112,7 +114,7 @@ class Effort:
         """Return the thresholds for the size of a problem."""
         fields: dict[str, object] = {}
         if problem.is_quick:
-            fields |= dict.fromkeys(("begins_wide", "is_wide", "is_held_against_fsdp"), True)
+            fields |= dict.fromkeys(("bisects_known", "begins_wide", "is_wide", "is_held_against_fsdp"), True)
         if problem.is_long:
             fields |= {"simulates_below": cls.tries_below}
         if is_large(problem):

@@ -209,15 +209,16 @@ class Fitting:
             return
         own = Search(self.budget, rows_peak)
         own.note(answer)
-        self._fit(options, own, bound)
+        self._fit(options, own, bound, bisects=True)
 
     def fitted(self, options: Options) -> Answer | None:
         """Return the fastest answer with one sharding that fits; None where there is none below the cutoff."""
-        self._fit(options, Search(self.budget, self.search.aim), -math.inf)
+        bisects = self.effort.bisects_known
+        self._fit(options, Search(self.budget, self.search.aim), -math.inf, bisects)
         if self.search.best is None and not self.solver.hides:
             aim = self.solver.aim_of(options, self.budget)
             if aim > self.search.aim:
-                self._fit(options, Search(self.budget, aim), -math.inf)
+                self._fit(options, Search(self.budget, aim), -math.inf, bisects)
         return self.search.best
 
     def beside(self, answer: Answer) -> Answer | None:
@@ -233,8 +234,11 @@ class Fitting:
         best = self.search.best
         return None if best is None or best.objective_s >= self.settings.cutoff_s else best
 
-    def _fit(self, options: Options, own: Search, bound: float) -> None:
-        """Choose what is kept with one sharding, under a budget of the rows of its own."""
+    def _fit(self, options: Options, own: Search, bound: float, bisects: bool) -> None:
+        """Choose what is kept with one sharding, under a budget of the rows of its own.
+
+        bisects: whether it goes back up where that fell too far below one whose answer did not fit.
+        """
         self._held.add(tuple(options.values()))
         held = self.settings.held_to(options)
         deadline = self._deadline.later(
@@ -245,8 +249,7 @@ class Fitting:
                 break
             found = self._solve_held(held, own.aim, deadline)
             if found.values is None or found.objective >= self._to_beat:
-                # the row budget fell too far below one whose answer did not fit: bisect between the two
-                if not own.note_nothing():
+                if not own.note_nothing() or not bisects:
                     break
                 continue
             refitted = self._answer_of(found, bound)
