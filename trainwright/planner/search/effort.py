@@ -89,7 +89,7 @@ class Effort:
     refits: int = 6
     """What is kept is chosen anew for one sharding so often."""
     bisects_known: bool = False
-    """True where the refits of a known sharding go back up between two row budgets, as those of a proposed one do."""
+    """True where refits of a known sharding go back up between two row budgets; those of a proposed one do in a small model."""
     begins_wide: bool = False
     """True where the rows begin with all that they count too much, which lets more in, and more that does not fit."""
     simulates_below: float = math.inf

@@ -209,7 +209,7 @@ class Fitting:
             return
         own = Search(self.budget, rows_peak)
         own.note(answer)
-        self._fit(options, own, bound, bisects=True)
+        self._fit(options, own, bound, bisects=self.solver.is_small)
 
     def fitted(self, options: Options) -> Answer | None:
         """Return the fastest answer with one sharding that fits; None where there is none below the cutoff."""
