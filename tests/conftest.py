@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.pool import Pool, seldom_collect_everything
+from tests.pool import Pool
 
 # The first call of a test imports and traces; a time limit on each example would judge that.
 settings.register_profile("default", deadline=None)
@@ -43,7 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_finish() -> None:
     """Take what importing made out of the garbage collector's sight: each full collection went through a million objects."""
     gc.collect()
-    seldom_collect_everything()
+    gc.freeze()
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

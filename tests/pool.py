@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 from trainwright.artifacts.cache_directory import cache_directory
@@ -37,15 +36,6 @@ class Pool:
             self._workers.close()
 
 
-def seldom_collect_everything() -> None:
-    """Take what is there out of the garbage collector's sight, and let it look at all the rest a tenth as often.
-
-    A full collection goes through a million objects of captures and imports, and frees hardly any: a tenth of all time.
-    """
-    gc.freeze()
-    gc.set_threshold(700, 10, 100)
-
-
 def share_references() -> None:
     """Let `verify` on this rank take its reference from the session's cache, where an earlier test has captured it.
 
@@ -54,7 +44,6 @@ def share_references() -> None:
     """
     from trainwright.runtime.verification import reference
 
-    seldom_collect_everything()
     reference.capture = shared_capture
 
 

@@ -177,8 +177,10 @@ def test_a_first_plan_that_the_search_does_not_beat_is_the_answer(finds, monkeyp
         return found, replace(price, compute_s=1e3) if answer.gap == slower.gap else price
 
     monkeypatch.setattr(Place, "overlapped", slowed)
-    monkeypatch.setattr(Ways, "_solve", lambda *_: slower if finds else Infeasible(Outcome.SLOWER))
+    asked, result = [], slower if finds else Infeasible(Outcome.SLOWER)
+    monkeypatch.setattr(Ways, "_solve", lambda self, settings: asked.append(settings) or result)
     found = solve_on(place, "joint")
+    assert asked[0].cutoff_s == pytest.approx(first.step_s * (1 - GAP))
     assert found.objective_s == pytest.approx(first.step_s)
     assert found.objective_s == pytest.approx(price_of(place, found.decisions))
     assert found.bound_s == pytest.approx(slower.bound_s if finds else first.step_s * (1 - GAP))

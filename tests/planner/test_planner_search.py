@@ -319,6 +319,14 @@ def test_no_row_budget_is_tried_below_one_that_let_in_nothing() -> None:
     assert 900.0 < search.aim < 925.0
 
 
+def test_a_later_way_begins_with_the_row_budget_that_fitted(place, monkeypatch) -> None:
+    aims, room = [], 2.0 * place.task.usable_bytes
+    monkeypatch.setattr(Solver, "within", lambda self, settings, budget, aim=None, wider=None: aims.append(aim))
+    settings = place.settings("joint")
+    place.solver._under_budget(place.solver.without_memory(settings), replace(settings, row_budget=room))
+    assert aims == [room]
+
+
 def test_a_held_sharding_is_solved_once(place, monkeypatch) -> None:
     """Branch and bound begins with the heaviest options, which are those of its only leaf."""
     settings, solver = place.settings("joint"), place.solver

@@ -32,6 +32,7 @@ def planned(name: str, solver: str, mesh: tuple[int, ...] = (2,), dropout: bool 
     [
         ("gpt2-tiny", "joint", "adamw", True),
         ("gpt2-tiny", "fsdp", "adamw8bit", False),
+        pytest.param("gpt2-tiny", "fsdp", "adamw8bit", True, marks=pytest.mark.slow),
         pytest.param("resnet-tiny", "ddp", "adan", False, marks=pytest.mark.slow),
     ],
 )

@@ -194,12 +194,13 @@ class Ways(Space):
         if self.is_beside or (self.known is not None and self.known.answer.binds):
             # memory binds, or this would not have been looked at
             answer = replace(answer, row_budget=answer.row_budget or float(self.place.task.usable_bytes or 0))
-        found = Found(self.place, *self.place.overlapped(answer))
-        proposal = self._proposal(incumbent)
-        incumbent.offer(found)
+        found, proposal = Found(self.place, *self.place.overlapped(answer)), self._proposal(incumbent)
         if proposal is not None and proposal.step_s < found.step_s * (1 - GAP):
             found = proposal.bounded(answer.bound_s, answer.floor_s, answer.row_budget)
-            incumbent.offer(found)
+        yield from self._take(incumbent, found)
+
+    def _take(self, incumbent: Incumbent, found: Found) -> Iterator[Space]:
+        incumbent.offer(found)
         self.known = found if self.known is None or found.step_s < self.known.step_s else self.known
         self.is_bound = self.known.answer.binds
         yield from self._next(incumbent)
@@ -212,10 +213,7 @@ class Ways(Space):
             yield from self._next(incumbent)
         elif is_slower and (proposal := self._proposal(incumbent)) is not None:
             budget = float(self.place.task.usable_bytes or 0)
-            self.known = proposal.bounded(proposal.step_s * (1 - GAP), refused.floor_s, budget)
-            incumbent.offer(self.known)
-            self.is_bound = self.known.answer.binds
-            yield from self._next(incumbent)
+            yield from self._take(incumbent, proposal.bounded(proposal.step_s * (1 - GAP), refused.floor_s, budget))
         elif self.turn < self._last and is_slower != self.place.solver.hides:
             # GPUs try the way that holds most first, CPUs the one that holds least
             yield replace(self, turn=self._skip(self.turn + 1))

@@ -155,7 +155,7 @@ class Model:
         highs.setOptionValue("time_limit", deadline.wall_s)
         highs.setOptionValue("mip_rel_gap", gap)
         highs.setOptionValue("threads", 1)
-        # what a restart at the root proves, branching proves in half the time
+        # what a restart at the root proves, branching proves in less time
         highs.setOptionValue("mip_allow_restart", False)
         if start is not None and not relaxed:
             self._start(highs, start)

@@ -11,6 +11,11 @@ if TYPE_CHECKING:
     from .answer import Answer
     from .progress import ProgressLine
 
+_NARROW = 0.2 * NEAR
+"""Aims that differ by this share of the budget are nearly one."""
+_SPENT = 0.02 * NEAR
+"""Aims that differ by this share of the budget are as near one another as sizes of values are."""
+
 
 class Search:
     """Looks for the rows' budget whose answer just fits the true one, by what the simulations say."""
@@ -32,21 +37,21 @@ class Search:
     @property
     def is_narrow(self) -> bool:
         """True once the next aim would be nearly one of those before."""
-        return self._is_within(0.2 * NEAR)
+        return self._is_within(_NARROW)
 
     @property
     def is_spent(self) -> bool:
         """True once aims are as near one another as sizes of values are."""
-        return self._is_within(0.02 * NEAR)
+        return self._is_within(_SPENT)
 
     @property
     def is_closed(self) -> bool:
         """True once the smallest aim whose answer did not fit is near one that let in what fits, or nothing that is wanted."""
-        return self.high is not None and self.high - self._below < 0.2 * NEAR * self.budget
+        return self.high is not None and self.high - self._below < _NARROW * self.budget
 
     @property
     def _below(self) -> float:
-        """The largest aim under which nothing does not fit."""
+        """The largest aim whose answer fitted, or that let in nothing that is wanted; -∞ where there is none."""
         return self._empty if self.low is None else max(self.low, self._empty)
 
     def _is_within(self, share: float) -> bool:
@@ -55,7 +60,7 @@ class Search:
     def note_nothing(self) -> bool:
         """Move on from an aim that let in nothing that is wanted; False where no larger one is left to try."""
         self._empty = max(self._empty, self.aim)
-        if self.high is None or self.high - self.aim < 0.02 * NEAR * self.budget:
+        if self.high is None or self.high - self.aim < _SPENT * self.budget:
             return False
         self.aim = (self.aim + self.high) / 2
         return True

@@ -133,7 +133,7 @@ class Fitting:
 
     @property
     def _is_settled(self) -> bool:
-        """True where no other row budget is worth a solve; it is while what did not fit was much faster than what fits."""
+        """True where no other row budget is worth a solve; it is while what is proven is much faster than what fits."""
         search = self.search
         return search.is_narrow or search.is_full if self._is_proven else search.is_spent
 
