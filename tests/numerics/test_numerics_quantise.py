@@ -62,6 +62,15 @@ def test_the_code_is_that_of_the_nearest_value(values: list[float], signed: bool
     torch.testing.assert_close(found, distances.amin(1), rtol=1e-6, atol=1e-15)
 
 
+@pytest.mark.parametrize("signed", [True, False])
+def test_the_code_is_exact_around_every_boundary(signed: bool) -> None:
+    book = dynamic_codebook(signed)
+    middles = ((book.values[1:].double() + book.values[:-1].double()) / 2).float()
+    x = torch.cat([middles, *(middles.nextafter(torch.tensor(to)) for to in (-2.0, 2.0))])
+    distances = (x[:, None].double() - book.values.double()).abs()
+    assert torch.equal(distances.gather(1, book.nearest(x).long()[:, None])[:, 0], distances.amin(1))
+
+
 def test_every_value_is_its_own_code() -> None:
     for book in (dynamic_codebook(signed=True), dynamic_codebook(signed=False), LINEAR):
         assert book.nearest(book.values).tolist() == list(range(256))
