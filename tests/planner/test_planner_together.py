@@ -158,7 +158,7 @@ def test_in_a_long_program_a_price_stands_for_what_is_hidden(monkeypatch, share)
     assert hidden is None, "E itself is a column"
     found, hidden = solved(0)
     assert hidden is not None
-    assert hidden.phases
+    assert hidden.waits
     assert found.bound <= exact.objective * (1 + 1e-6)
     assert exact.bound <= found.objective * (1 + 1e-6)
     assert found.objective == pytest.approx(exact.objective, rel=0.01)

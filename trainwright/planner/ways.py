@@ -150,8 +150,7 @@ class Ways(Space):
         effort = self.place.solver.effort
         return replace(
             settings, cutoff_s=min(settings.cutoff_s, self.known.step_s * (1 - GAP)),
-            time_limit_s=settings.time_limit_s * effort.later_way_share, one_solve=effort.later_solve_share,
-            row_budget=self.known.answer.row_budget or 0.0,
+            time_limit_s=settings.time_limit_s * effort.later_way_share, row_budget=self.known.answer.row_budget or 0.0,
         )  # fmt: skip
 
     def _propose(self, incumbent: Incumbent, settings: Settings) -> None:

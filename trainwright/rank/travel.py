@@ -1,7 +1,7 @@
 """States the rule by which parameters travel to their readers and gradients back: buckets, prefetch, and memory held.
 
 The run (`buckets`, `schedule`), the price (`planner.costs.overlap`) and the solver's rows (`planner.model.joined`,
-`hidden`, `bucket_memory`) all read the rule here. A parameter whose layout changes is a `Travel`; those of a *bucket*
+`arrivals`, `hidden`, `bucket_memory`) all read the rule here. A parameter whose layout changes is a `Travel`; those of a *bucket*
 set out together:
 
     overlap    bucket                            gathers are issued           reductions are waited for

@@ -1,32 +1,37 @@
 """The share of the parameters' communication that computation hides, on devices that overlap the two.
 
-    E ≥ P − ω · C          of the forward and of the backward, each
+    E ≥ P − ω · C          of the forward and of the backward, each; P of each link
+    E ≥ Σ count · E_c + Σ E_w       what regions of the class c wait for, and what the end of the step does (`arrivals`)
     seconds  δ · P + (1 − δ) · E    in place of P
 
 P are the seconds of the collectives that are issued early (`joined`), C those of computation, reruns included; E are the
-exposed seconds. P leaves out what nothing can hide (`rank.travel`): the parameters of the first region, before which and
-after whose gradients nothing is computed, and the last buffer of gradients that stay whole. ω < 1, since a collective is hidden
-by what runs at that moment, not by the whole phase (`overlap.Timeline`), and δ > 0, so that the solver moves nothing needlessly.
+exposed seconds. P leaves out what nothing can hide (`rank.travel`): the parameters of the first region where they go a region
+ahead, before which and after whose gradients nothing is computed, and sums of what it reads whole. ω < 1, since a collective is
+hidden by what runs at that moment, not by the whole phase (`overlap.Timeline`), and δ > 0, so that the solver moves nothing
+needlessly. Collectives over several links run side by side, so there E is no less than each of the two sums, which are not added.
 
 In a long program E makes branch and bound slow: reruns add to C, gathers to P, and every mixture of the two is about as good.
-There a price λ replaces E in each phase: the dual of the row in the relaxation with E, which every search solves first.
+There prices λ replace E: the duals of its rows in the relaxation with E, which every search solves first.
 
-    seconds  δ · P + (1 − δ) · λ · (P − ω · C),  0 ≤ λ ≤ 1,  in place of P
+    seconds  δ · P + Σ λ · (P − ω · C),  0 ≤ Σ λ ≤ 1 − δ,  in place of P, and alike of each row of each E_c
 
-For any λ that is no more than the seconds with E, so a bound of it bounds those; solutions are compared by the seconds with E.
+For any such λ that is no more than the seconds with E, so a bound of it bounds those; solutions are compared by the seconds with E.
 
-Collectives in flight also delay exchanges over the same link, which the objective ignores. Where the price of a plan shows such
+Gathers in flight also delay exchanges over the same link, which the objective ignores. Where the price of a plan shows such
 a delay, `ways` searches once more, with the δ that the price showed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
 from ..problem.problem import Problem
+from .arrivals import Waits, add_sum_waits, add_waits, has_links
 from .deadline import Deadline
 from .milp import Model, Relaxation, Terms, Vertex
 from .recompute import Recompute
@@ -44,52 +49,44 @@ class Hidden:
     """The rows of both phases in the model of a long program, where a solve may replace E by λ."""
 
     model: Model
-    phases: tuple[_Phase, ...]
-    delta: float
-    """δ"""
+    waits: tuple[Waits, ...]
+    """E of each phase, each followed by the E_c of its classes."""
 
     def weighed(self, relaxation: Relaxation, time_limit_s: float, deadline: Deadline) -> dict[int, float]:
         """Return the costs with each λ at its row's dual in the relaxation, 0 where that is unknown, and charge it by them."""
-        prices = [0.0 for _ in self.phases]
+        prices: dict[int, float] = {}
         if isinstance(relaxation.solve(time_limit_s=time_limit_s, deadline=deadline), Vertex):
-            duals = relaxation.duals([phase.row for phase in self.phases])
-            prices = [min(1.0, max(0.0, -dual / (1 - self.delta))) for dual in duals]
+            rows = [row for each in self.waits for row, _ in each.floors]
+            prices = {row: max(0.0, -dual) for row, dual in zip(rows, relaxation.duals(rows))}
         costs = self.priced(prices)
-        relaxation.charge({column: costs[column] for phase in self.phases for column in phase.columns})
+        relaxation.charge(costs)
         return costs
 
-    def priced(self, prices: Sequence[float] = (0.0, 0.0)) -> dict[int, float]:
-        """Return the costs of all columns with λ in place of E."""
+    def priced(self, prices: Mapping[int, float] | None = None) -> dict[int, float]:
+        """Return the costs of all columns with λ in place of E and E_c; `prices` are λ by row, 0 for the others."""
+        prices = prices or {}
         costs = dict(enumerate(self.model.cost))
-        for phase, price in zip(self.phases, prices):
-            costs[phase.exposed] = 0.0
-            for column, seconds in phase.terms:
-                costs[column] += (1 - self.delta) * price * seconds
+        for each in self.waits:
+            weight, costs[each.column] = costs[each.column], 0.0
+            total = sum(prices.get(row, 0.0) for row, _ in each.floors)
+            share = min(1.0, weight / total) if total else 0.0
+            for row, terms in each.floors:
+                for column, coefficient in terms:
+                    costs[column] += share * prices.get(row, 0.0) * coefficient
         return costs
 
     def in_full_s(self, values: np.ndarray) -> float:
         """Return the seconds with E of a solution, whichever λ it was found with."""
-        objective_s = float(np.dot(self.model.cost, values))
-        for phase in self.phases:
-            beyond_s = sum(seconds * float(values[column]) for column, seconds in phase.terms)
-            objective_s += (1 - self.delta) * (max(0.0, beyond_s) - float(values[phase.exposed]))
-        return objective_s
+        exact = np.array(values, dtype=float)
+        for each in reversed(self.waits):
+            for column, sums in each.computed:
+                exact[column] = min(_sum(exact, terms) for terms in sums)
+            exact[each.column] = max([0.0, *(_sum(exact, terms) for _, terms in each.floors)])
+        return float(np.dot(self.model.cost, exact))
 
 
-@dataclass(eq=False)
-class _Phase:
-    """The row of the forward or of the backward."""
-
-    row: int
-    exposed: int
-    """The column E."""
-    terms: Terms
-    """P − ω · C"""
-
-    @property
-    def columns(self) -> list[int]:
-        """E, and the columns of P − ω · C."""
-        return [self.exposed, *(column for column, _ in self.terms)]
+def _sum(values: np.ndarray, terms: Terms) -> float:
+    return sum(coefficient * float(values[column]) for column, coefficient in terms)
 
 
 def hide(
@@ -99,17 +96,31 @@ def hide(
     if not sharding.joined.in_buckets or problem.costs.device.kind != "gpu":
         return
     delta = EXPOSED if delta is None else delta
-    phases = []
-    for index, computing in enumerate(_computing(problem, sharding, recompute)):
-        travelling = [(c, seconds[index]) for c, seconds in sharding.joined.travelling.items() if seconds[index]]
-        for column, seconds in travelling:
+    found: list[Waits] = []
+    for phase, computing in enumerate(_computing(problem, sharding, recompute)):
+        exposed, travelling = Waits(model.column(cost=1 - delta)), sharding.joined.travelling[phase]
+        for column, seconds in chain.from_iterable(travelling.values()):
             model.cost[column] -= (1 - delta) * seconds
-        exposed = model.column(cost=1 - delta)
-        terms = [*travelling, *((column, -HIDES * seconds) for column, seconds in computing)]
-        row = model.row(HIDDEN, [*terms, (exposed, -1.0)], upper=0.0)
-        phases.append(_Phase(row, exposed, terms))
+        for terms in travelling.values():
+            exposed.add_floor(model, HIDDEN, [*terms, *((column, -HIDES * seconds) for column, seconds in computing)])
+        classes = add_waits(model, problem, sharding, phase)
+        sums = list(add_sum_waits(model, problem, sharding)) if phase else []
+        for parts in _in_turn(problem, classes, sums):
+            exposed.add_floor(model, HIDDEN, parts)
+        found += [exposed, *(each for each, _ in (*classes, *sums))]
     if problem.is_long:
-        sharding.hidden = Hidden(model, tuple(phases), delta)
+        sharding.hidden = Hidden(model, tuple(found))
+
+
+def _in_turn(problem: Problem, classes: Sequence[tuple[Waits, int]], sums: Sequence[tuple[Waits, int]]) -> list[Terms]:
+    """Return the sums of what is waited for one after the other: all of one link, which alone is known of several."""
+    regions = [(each.column, float(count)) for each, count in classes]
+    by_link: dict[int, Terms] = defaultdict(list)
+    for each, link in sums:
+        by_link[link].append((each.column, 1.0))
+    if has_links(problem):
+        return [terms for terms in (regions, *by_link.values()) if terms]
+    return [[*regions, *chain.from_iterable(by_link.values())]] if regions or by_link else []
 
 
 def _computing(problem: Problem, sharding: Sharding, recompute: Recompute | None) -> tuple[Terms, Terms]:

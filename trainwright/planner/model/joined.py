@@ -8,26 +8,31 @@
 b stands for a collective along given axes, of one type (`rank.travel`): the small parameters that a region gathers, or gathers
 again; the gradients that a region scatters; or all gradients that stay whole.
 
-`bucket_memory` says what buckets hold, `hidden` how much of them computation hides.
+`bucket_memory` says what buckets hold, `hidden` how much of them computation hides, `arrivals` how much within a region.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from ...program.blocks import RegionClass
 from ...program.decisions import Overlap
 from ...program.layout import Layout
 from ...program.transition import Step, gradient_layout, transition
-from ...rank.travel import BUFFER_BYTES, Travel, issued_step, last_buffer_share, shared_buffer_bytes
+from ...rank.travel import BUFFER_BYTES, Travel, issued_step, regions_ahead, shared_buffer_bytes
 from ..problem.problem import Problem, Source, Use, Want
-from .milp import Model
+from .milp import Model, Terms
 
 TOGETHER = "what travels together pays one latency"
 _GATHER, _AGAIN = "gather", "again"
+
+
+Travelling = dict[int, Terms]
+"""By link, the seconds that columns choose."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +45,6 @@ class Join:
     latency_s: float
     share: float
     """The share of a buffer that the reshard fills."""
-    early_fraction: float = 0.0
-    """The share of the latency that is issued before it is waited for."""
 
 
 def travel_of(problem: Problem, use: Use, native: Layout, want: Want) -> Travel:
@@ -51,22 +54,21 @@ def travel_of(problem: Problem, use: Use, native: Layout, want: Want) -> Travel:
     return Travel(transition(native, want[0]), back, problem.costs.local_bytes(tensor, want[0]), tensor.dtype)
 
 
-def _there(problem: Problem, use: Use, travel: Travel, early: float) -> Iterator[Join]:
-    if travel.gather_key is not None:
-        latency_s = problem.costs.latency_s(travel.there, use.source.tensor.slots)
-        yield Join((_GATHER, use.region_class, *travel.gather_key), use.count, latency_s, 0.0, early)
+def _there(problem: Problem, use: Use, travel: Travel) -> Join | None:
+    if travel.gather_key is None:
+        return None
+    latency_s = problem.costs.latency_s(travel.there, use.source.tensor.slots)
+    return Join((_GATHER, use.region_class, *travel.gather_key), use.count, latency_s, 0.0)
 
 
-def _back(problem: Problem, use: Use, travel: Travel, early: float) -> Iterator[Join]:
+def _back(problem: Problem, use: Use, travel: Travel) -> Join | None:
     if travel.reduction_key is None or travel.fills_buffer:
-        return
+        return None
     latency_s = problem.costs.latency_s(travel.back, use.source.tensor.slots)
     if travel.is_whole_sum:
         share = use.count * travel.num_bytes / shared_buffer_bytes(_region_bytes(use))
-        yield Join(travel.reduction_key, 1, latency_s / problem.costs.num_runs, share, early)
-    else:
-        share = travel.num_bytes / BUFFER_BYTES
-        yield Join((use.region_class, *travel.reduction_key), use.count, latency_s, share, early)
+        return Join(travel.reduction_key, 1, latency_s / problem.costs.num_runs, share)
+    return Join((use.region_class, *travel.reduction_key), use.count, latency_s, travel.num_bytes / BUFFER_BYTES)
 
 
 def _region_bytes(use: Use) -> int:
@@ -75,19 +77,41 @@ def _region_bytes(use: Use) -> int:
 
 
 @dataclass(frozen=True)
-class Way:
-    """One reshard of a parameter, there and back: the collectives that it joins, and its seconds without their latency."""
+class Leg:
+    """One direction of a parameter's reshard."""
 
-    joining: tuple[Join, ...]
-    there_s: float
-    back_s: float
-    early_fractions: tuple[float, float] = (0.0, 0.0)
-    """The shares of the seconds there and back that are issued before they are waited for."""
+    seconds: float
+    """Those of one reshard, without the latency that it shares."""
+    join: Join | None = None
+    """The collective that it joins."""
+    early: float = 0.0
+    """The share of the seconds, and of the latency, that is issued before it is waited for."""
+    link: int = -1
+    """The link over which that goes."""
+    is_whole_sum: bool = False
+
+    @property
+    def early_s(self) -> float:
+        """Return the seconds of what is issued before it is waited for."""
+        return self.early * self.seconds
+
+    @property
+    def late_s(self) -> float:
+        """Return the seconds of what runs when it is waited for."""
+        return (1 - self.early) * self.seconds
+
+
+@dataclass(frozen=True)
+class Way:
+    """One reshard of a parameter, there and back."""
+
+    there: Leg
+    back: Leg
 
     @property
     def seconds(self) -> float:
         """Return those of both directions."""
-        return self.there_s + self.back_s
+        return self.there.seconds + self.back.seconds
 
 
 @dataclass(eq=False)
@@ -96,12 +120,18 @@ class Joined:
 
     problem: Problem
     travel: Overlap
-    found: dict[tuple[Any, ...], dict[Any, list[tuple[Join, int]]]] = field(default_factory=lambda: defaultdict(dict))
+    found: dict[tuple[Any, ...], dict[Any, list[tuple[Leg, Join, int]]]] = field(
+        default_factory=lambda: defaultdict(dict)
+    )
     """The reshards that `write` has yet to write, by the collective and the reader that they may serve."""
     shareable_s: float = 0.0
     """The most that all latencies would take if none were shared."""
-    travelling: dict[int, tuple[float, float]] = field(default_factory=dict)
-    """By column, the seconds that computation may hide: in the forward, in the backward."""
+    travelling: tuple[Travelling, Travelling] = field(default_factory=lambda: ({}, {}))
+    """The seconds that computation may hide, as terms by link: in the forward, in the backward."""
+    within: list[tuple[Use, tuple[Any, Want], int, Way]] = field(default_factory=list)
+    """The reshards that begin and end in the region of a use: whom each serves, the column that chooses it, and how it travels."""
+    sums: list[tuple[Leg, tuple[Any, Want], int, int]] = field(default_factory=list)
+    """The gradients that stay whole: how they travel, whom the copy serves, the column that chooses it, and their number."""
 
     @property
     def in_buckets(self) -> bool:
@@ -116,83 +146,83 @@ class Joined:
     def of(self, use: Use, native: Layout, want: Want, times: tuple[float, float]) -> Way:
         """Return how a reshard that takes `times` (there, back) by itself travels with others."""
         if not self.in_buckets or not use.source.is_param:
-            return Way((), *times)
+            return Way(Leg(times[0]), Leg(times[1]))
         travel = travel_of(self.problem, use, native, want)
-        early_there = 0.0 if self._is_first(use.region_class) else self._issued(use, travel.there)
-        early_back = self._early_back(use, travel)
-        there = tuple(_there(self.problem, use, travel, early_there))
-        back = tuple(_back(self.problem, use, travel, early_back))
-        there_s, back_s = (_without(each, found) for each, found in zip(times, (there, back)))
-        return Way((*there, *back), there_s, back_s, (early_there, early_back))
-
-    def _early_back(self, use: Use, travel: Travel) -> float:
-        """Return the share of a gradient's way back that is issued while there is something left to compute."""
-        issued = self._issued(use, travel.back)
+        there = self._leg(use, travel.there, times[0], _there(self.problem, use, travel))
+        back = self._leg(use, travel.back, times[1], _back(self.problem, use, travel))
         if travel.is_whole_sum:
-            # one bucket for all: a gradient is there when the last reader's backward is done, the last buffer at the end
-            return 0.0 if use.source in self._read_first else issued * (1 - self._last_share)
-        return 0.0 if self._is_first(use.region_class) else issued
+            # they leave as one, so what the first region reads leaves when all is computed
+            return Way(
+                there, replace(back, early=0.0 if use.source in self._read_first else back.early, is_whole_sum=True)
+            )
+        if regions_ahead(self.travel) and self._is_first(use.region_class):
+            there, back = replace(there, early=0.0), replace(back, early=0.0)  # nothing is computed before, and after
+        return Way(there, back)
 
-    def _issued(self, use: Use, steps: Sequence[Step]) -> float:
-        """Return the share of the seconds of a way that is under way while something else is done (`travel.issued_step`)."""
-        number = issued_step(steps)
+    def _leg(self, use: Use, steps: Sequence[Step], seconds: float, join: Join | None) -> Leg:
+        """Return the leg that takes `seconds` by itself; what it issues early, `travel.issued_step` says."""
+        rest_s, number = _without(seconds, join), issued_step(steps)
         if number is None:
-            return 0.0
+            return Leg(rest_s, join)
         tensor, costs = use.source.tensor, self.problem.costs
-        seconds = [costs.step_s(step, tensor.slots, tensor.dtype.itemsize) for step in steps]
-        return seconds[number] / sum(seconds)
+        by_step = [costs.step_s(step, tensor.slots, tensor.dtype.itemsize) for step in steps]
+        axis = steps[number].axis
+        return Leg(rest_s, join, by_step[number] / sum(by_step), costs.links[axis])
 
     @cached_property
     def _read_first(self) -> frozenset[Source]:
         """The parameters that the region reads with which a step begins."""
         return frozenset(use.source for use in self.problem.uses if self._is_first(use.region_class))
 
-    @cached_property
-    def _last_share(self) -> float:
-        """Return the last buffer's share of the gradients that stay whole; nothing is left to compute behind it."""
-        return last_buffer_share(sum(decision.count * max(decision.rest_bytes) for decision in self.problem.params))
-
-    def again(self, use: Use, native: Layout, want: Want, seconds: float) -> Way:
+    def again(self, use: Use, native: Layout, want: Want, seconds: float) -> Leg:
         """Return how the gather that one instance's backward repeats travels with others."""
         if not self.in_buckets or not use.source.is_param:
-            return Way((), 0.0, seconds)
-        there = _there(self.problem, use, travel_of(self.problem, use, native, want), 0.0)
-        joining = tuple(replace(join, key=(_AGAIN, *join.key), count=1) for join in there)
-        return Way(joining, 0.0, _without(seconds, joining))
+            return Leg(seconds)
+        join = _there(self.problem, use, travel_of(self.problem, use, native, want))
+        return Leg(_without(seconds, join), join and replace(join, key=(_AGAIN, *join.key), count=1))
 
-    def add(self, way: Way, served: tuple[Any, Want], column: int, count: int = 1) -> None:
-        """Note that `column`, one of the ways to serve a reader, chooses this reshard, so many times a step."""
-        if any(way.early_fractions):
-            self.travelling[column] = (
-                count * way.early_fractions[0] * way.there_s,
-                count * way.early_fractions[1] * way.back_s,
-            )
-        for join in way.joining:
-            self.found[join.key].setdefault(served, []).append((join, column))
+    def add(self, way: Way, served: tuple[Any, Want], column: int, count: int = 1, use: Use | None = None) -> None:
+        """Note that `column`, one of the ways to serve a reader, chooses this reshard, so many times a step.
+
+        use: the one in whose region the copy is gathered, and its gradient reduced, where no choice decides that.
+        """
+        for leg, travelling in zip((way.there, way.back), self.travelling):
+            self.add_leg(leg, served, column)
+            if leg.early_s:
+                travelling.setdefault(leg.link, []).append((column, count * leg.early_s))
+            if leg.is_whole_sum:
+                self.sums.append((leg, served, column, count))
+        if use is not None:
+            self.within.append((use, served, column, way))
+
+    def add_leg(self, leg: Leg, served: tuple[Any, Want], column: int) -> None:
+        """Note that `column` chooses a reshard in one direction."""
+        if leg.join is not None:
+            self.found[leg.join.key].setdefault(served, []).append((leg, leg.join, column))
 
     def write(self, model: Model) -> None:
         """Add a column with the number of collectives, and its rows, for all reshards noted since the last call."""
         for key, served in self.found.items():
             members = [member for ways in served.values() for member in ways]
-            seconds = max(join.count for join, _ in members) * members[0][0].latency_s
+            seconds = max(join.count for _, join, _ in members) * members[0][1].latency_s
             num = model.column(cost=seconds)
-            hidden_s = seconds * max(join.early_fraction for join, _ in members)
-            if hidden_s:
-                self.travelling[num] = (hidden_s, 0.0) if key[0] == _GATHER else (0.0, hidden_s)
+            if early := max(leg.early for leg, _, _ in members):
+                travelling = self.travelling[key[0] != _GATHER]
+                travelling.setdefault(members[0][0].link, []).append((num, early * seconds))
             for ways in served.values():
-                model.row(TOGETHER, [(num, 1.0), *((column, -1.0) for _, column in ways)], lower=0.0)
-                self.shareable_s += max(join.count * join.latency_s for join, _ in ways)
-            shares = [(column, -join.share) for join, column in members if join.share]
+                model.row(TOGETHER, [(num, 1.0), *((column, -1.0) for _, _, column in ways)], lower=0.0)
+                self.shareable_s += max(join.count * join.latency_s for _, join, _ in ways)
+            shares = [(column, -join.share) for _, join, column in members if join.share]
             if shares:
                 model.row(TOGETHER, [(num, 1.0), *shares], lower=0.0)
         self.found.clear()
 
-    def _is_first(self, part: Any) -> bool:
+    def _is_first(self, region_class: RegionClass) -> bool:
         """Tell whether this is the class of the region that a step begins with, and its backward ends with."""
         first = self.problem.program.regions[0].region_class
-        return part is first and first.multiplicity == 1
+        return region_class is first and first.multiplicity == 1
 
 
-def _without(seconds: float, joining: tuple[Join, ...]) -> float:
-    """Return the seconds of a reshard without the latencies that it shares."""
-    return max(0.0, seconds - sum(join.latency_s for join in joining))
+def _without(seconds: float, join: Join | None) -> float:
+    """Return the seconds of a reshard without the latency that it shares."""
+    return max(0.0, seconds - (join.latency_s if join else 0.0))

@@ -171,9 +171,9 @@ class _Builder:
 
     def _add_convert(self, use: Use, native: Layout, want: Want) -> None:
         seconds = self.problem.costs.move_s(use.source.tensor, native, want[0])
-        way = self.sharding.joined.again(use, native, want, seconds)
-        column = self.model.column(float(use.count), way.seconds + RERUN_EPSILON_S)
-        self.sharding.joined.add(way, (use, want), column)
+        leg = self.sharding.joined.again(use, native, want, seconds)
+        column = self.model.column(float(use.count), leg.seconds + RERUN_EPSILON_S)
+        self.sharding.joined.add_leg(leg, (use, want), column)
         self.columns.convert[use, native, want] = column
 
     def _add_sources(self, use: Use) -> None:

@@ -139,7 +139,8 @@ def _add_shared(model: Model, problem: Problem, sharding: Sharding, tied: Tied) 
             if times is not None:
                 way = sharding.joined.of(use, native, want, times)
                 column = model.column(1.0, way.seconds, integer=native != want[0])
-                sharding.joined.add(way, (tied.source, want), column)
+                # of two regions that read one copy, the first gathers it; of several, any but the last may
+                sharding.joined.add(way, (tied.source, want), column, use=use if len(tied.uses) == 2 else None)
                 sharding.shared[tied.source, native, want] = column
                 for others in _other_readers(tied, sharding, want):
                     model.row(SEVERAL, [(column, 1.0), *ones(others, -1.0)], upper=0.0)
@@ -173,7 +174,7 @@ def _add_flow(model: Model, problem: Problem, sharding: Sharding, use: Use) -> N
             shared = sharding.shared.get((use.source, native, want))
             way = sharding.joined.of(use, native, want, times)
             sharding.flow[use, native, want] = model.column(1.0, use.count * way.seconds)
-            sharding.joined.add(way, (use, want), sharding.flow[use, native, want], use.count)
+            sharding.joined.add(way, (use, want), sharding.flow[use, native, want], use.count, use)
             columns = [sharding.flow[use, native, want], *([] if shared is None else [shared])]
             served[want] += columns
             given[native].append(columns)

@@ -108,8 +108,6 @@ class Settings:
     effort: Effort = field(default_factory=Effort)
     floor_s: float = 0.0
     """Seconds that no answer beats, whatever the memory; known once the fastest one is."""
-    one_solve: float = 1.0
-    """The share of the time limit that one solve may take: its answer may not fit, and correcting it takes time too."""
     row_budget: float = 0.0
     """The row budget under which the answer of another way to travel fits: these rows count as much too much."""
     seeks_least: bool = True

@@ -77,8 +77,6 @@ class Effort:
     """The share of looking beside an answer, and of going on from what holds least."""
     later_way_share: float = 1 / 2
     """The share of a later way for parameters to travel."""
-    later_solve_share: float = 1 / 5
-    """The share of one solve in that."""
 
     # What is looked at
 

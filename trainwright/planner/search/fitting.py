@@ -73,7 +73,8 @@ class Fitting:
                 break
         self._propose_others()
         if search.best is None and math.isfinite(self.settings.cutoff_s):
-            return Infeasible(Outcome.SLOWER)
+            is_slower = max(self._proving.values(), default=-math.inf) >= self.settings.cutoff_s
+            return Infeasible(Outcome.SLOWER if is_slower else Outcome.STOPPED)
         best = search.best or self._known()
         # an answer that fitted no aim of the whole search fits, and yet not without rows
         low = float(self.budget) if search.low is None else search.low
@@ -81,7 +82,7 @@ class Fitting:
 
     def _widens(self) -> bool:
         """Move on to the wider row budget, if there is one that was not tried."""
-        if self.wider is None or not self.settings.seeks_least or (wide := self.wider()) <= self.search.aim:
+        if self.wider is None or (wide := self.wider()) <= self.search.aim:
             return False
         self.search.aim, self.wider = wide, None
         return True
@@ -149,8 +150,7 @@ class Fitting:
         model, sharding, recompute, memory = solver.full()
         set_budget(model, memory, search.aim)
         # time for a second look, at the budget of the rows that the first one asks for
-        share = min(settings.one_solve, self.effort.solve_share)
-        remaining = max(1.0, share * self._deadline.left_s)
+        remaining = max(1.0, self.effort.solve_share * self._deadline.left_s)
         stages = settings.stages(model, sharding, recompute, solver.starts_for(settings), remaining)
         stages.cutoff, stages.floor = cutoff_s, settings.floor_s
         stages.patience = self.effort.patience_within or stages.patience

@@ -1,0 +1,348 @@
+"""What a region waits for of what it gathers and reduces, where both begin and end within the region (`buckets`).
+
+Gathers are issued where the region begins, one after the other in the order of their readers, and each is waited for where it
+is read: a reader at p for those of all readers up to p over the same link, while the ops before p compute.
+
+    E ≥ Σ {gathers read up to p} − K_p           for every reader p
+    K_p ≤ K_q + Σ {seconds of the ops from q to p} · x          q: the reader before p
+
+E are the seconds that one region waits. The backward is the same in reverse: a gradient is reduced as soon as it is made, and
+the ops before its reader are those whose backward is yet to run. Gradients that share a buffer leave with the last of them to
+be made, which is that of their first reader:
+
+    E ≥ Σ {reductions of the buffer} + Σ {others, read up to p} − K_p − M · (1 − f_p)           for every member p
+
+Gradients that stay whole share one bucket for the whole step. The last buffer, a share s of them, is waited for at its end:
+
+    E ≥ s · Σ {sums} − K_p − M · (1 − f_p)           for every member p, with K_p from the first region on
+
+An exchange g in the backward goes over the same link behind all that is on its way. What runs after it hides nothing:
+
+    K_q ≤ M · (1 − g)           q: where the exchange is
+
+Exchanges over other links hide a collective, and count as computation.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...program.blocks import RegionClass
+from ...rank.travel import last_buffer_share, regions_ahead
+from ..problem.problem import Problem, Use, Want
+from .joined import Leg
+from .milp import Model, Terms
+from .sharding import Sharding, aligned
+
+WAITS = "what a region waits for"
+_Place = tuple[int, int]
+"""A region, in the order of the forward, and a position in it."""
+_Moment = tuple[_Place, int, float]
+"""Where something runs, the column that chooses it, and its seconds."""
+_Exchange = tuple[_Place, bool, Terms]
+"""Where an exchange is; whether what is read there is on its way by then; the columns of which one chooses it."""
+
+
+@dataclass(eq=False)
+class Waits:
+    """A column of seconds that are waited: the largest of 0 and some sums, since it has a cost."""
+
+    column: int
+    floors: list[tuple[int, Terms]] = field(default_factory=list)
+    """The rows column ≥ Σ terms, with the terms."""
+    computed: list[tuple[int, tuple[Terms, ...]]] = field(default_factory=list)
+    """The columns K in order, each with the sums that it is no more than."""
+
+    def add_floor(self, model: Model, name: str, terms: Terms) -> None:
+        """Add the row that holds the column at the sum of `terms` or above."""
+        self.floors.append((model.row(name, [*terms, (self.column, -1.0)], upper=0.0), terms))
+
+    def add_computed(self, model: Model, *sums: Terms) -> int:
+        """Add the next column K, which is no more than each of `sums`, and return it."""
+        column = model.column()
+        self.computed.append((column, sums))
+        for terms in sums:
+            model.row(WAITS, [(column, -1.0), *terms], lower=0.0)
+        return column
+
+
+@dataclass(frozen=True)
+class _Trip:
+    """One direction of a reshard that a column chooses."""
+
+    place: _Place
+    """Where the parameter is first read."""
+    served: tuple[Any, Want]
+    column: int
+    leg: Leg
+    count: int = 1
+
+    @property
+    def key(self) -> Any:
+        """Return the collective that it joins, or None."""
+        return self.leg.join and self.leg.join.key
+
+    @property
+    def early_s(self) -> float:
+        return self.count * self.leg.early_s
+
+    @property
+    def latency_s(self) -> float:
+        return self.leg.early * self.leg.join.latency_s if self.leg.join else 0.0
+
+    @property
+    def buffer_share(self) -> float:
+        """Return the share of a buffer that it fills."""
+        return self.leg.join.share if self.leg.join else 0.0
+
+
+def add_waits(model: Model, problem: Problem, sharding: Sharding, phase: int) -> list[tuple[Waits, int]]:
+    """Add the columns and rows of phase 0, the forward, or 1, the backward; return those of each class, with its count."""
+    if regions_ahead(sharding.joined.travel):
+        return []
+    found = []
+    for region_class in problem.program.classes:
+        trips = list(_trips(sharding, region_class, phase))
+        if trips:
+            moments = _moments(problem, sharding, region_class, phase)
+            if has_links(problem):
+                moments += [(trip.place, trip.column, trip.leg.late_s) for trip in trips]
+            exchanges = list(_late_exchanges(problem, sharding, region_class)) if phase else []
+            waits = _waits(model, trips, moments, exchanges, _buffers(trips) if phase else {})
+            found.append((waits, region_class.multiplicity))
+    return found
+
+
+def _waits(
+    model: Model, trips: Sequence[_Trip], moments: Sequence[_Moment], exchanges: Sequence[_Exchange],
+    buffers: Mapping[Any, Sequence[_Trip]],
+) -> Waits:  # fmt: skip
+    waits, one = Waits(model.column()), _one(model)
+    for place, computed in _computed(model, waits, one, trips, moments, exchanges):
+        for link in dict.fromkeys(trip.leg.link for trip in trips if trip.place == place):
+            sooner = [trip for trip in trips if trip.leg.link == link and trip.place <= place]
+            here = [trip for trip in sooner if trip.place == place]
+            for latency in _latencies(here):
+                waits.add_floor(model, WAITS, [*_seconds(sooner), *latency, (computed, -1.0)])
+            for key in dict.fromkeys(trip.key for trip in here if trip.key in buffers):
+                others = _seconds(trip for trip in sooner if trip.key != key)
+                for together in _leaving(buffers[key], place, one):
+                    waits.add_floor(model, WAITS, [*together, *others, (computed, -1.0)])
+    return waits
+
+
+def add_sum_waits(model: Model, problem: Problem, sharding: Sharding) -> Iterator[tuple[Waits, int]]:
+    """Add the columns and rows of the gradients that stay whole; yield those of each collective, with the link that it takes."""
+    by_key: dict[Any, list[_Trip]] = defaultdict(list)
+    for leg, served, column, count in sharding.joined.sums:
+        by_key[leg.join and leg.join.key].append(_Trip(_first_place(problem, served), served, column, leg, count))
+    if not by_key:
+        return
+    behind = _behind(problem, sharding, max(trip.place for trips in by_key.values() for trip in trips)[0])
+    share = last_buffer_share(sum(decision.count * max(decision.rest_bytes) for decision in problem.params))
+    for trips in by_key.values():
+        waits, one = Waits(model.column()), _one(model)
+        serving = _serving(sharding, trips, one)
+        for place, computed in _computed(model, waits, one, trips, *behind):
+            for together in _leaving(trips, place, one, share, serving):
+                waits.add_floor(model, WAITS, [*together, (computed, -1.0)])
+        yield waits, trips[0].leg.link
+
+
+def _serving(sharding: Sharding, trips: Sequence[_Trip], one: int) -> dict[Any, Terms]:
+    """Return for each region's reader of what is tied the terms that are 1 where it reads the one copy of several regions."""
+    copies: dict[Any, Terms] = defaultdict(list)
+    for trip in trips:
+        copies[trip.served].append((trip.column, 1.0))
+    found: dict[Any, Terms] = {}
+    for use, want in (trip.served for trip in trips if isinstance(trip.served[0], Use)):
+        if (use.source, want) in copies:
+            reader = next(demand for demand in use.demands if sharding.wanting(demand, want))
+            wanted = [(column, 1.0) for column in sharding.wanting(reader, want)]
+            found[use, want] = [*copies[use.source, want], *wanted, (one, -1.0)]
+    return found
+
+
+def _computed(
+    model: Model,
+    waits: Waits,
+    one: int,
+    trips: Sequence[_Trip],
+    moments: Sequence[_Moment],
+    exchanges: Sequence[_Exchange],
+) -> Iterator[tuple[_Place, int]]:
+    """Yield each place where something is read, with its column K."""
+    places = {trip.place for trip in trips}
+    most_s = sum(_most(trips, lambda trip: trip.early_s + trip.latency_s).values())
+    stops: dict[tuple[_Place, bool], list[Terms]] = defaultdict(list)
+    for place, is_behind, columns in exchanges:
+        if place <= max(places):
+            stops[place, is_behind].append([(one, most_s), *((column, -most_s * weight) for column, weight in columns)])
+    begin = (-1, 0)
+    before: Terms = []
+    for place in sorted({*places, *(place for place, _ in stops)}):
+        sums: dict[int, float] = defaultdict(float)
+        for moment, column, seconds in moments:
+            if begin <= moment < place:
+                sums[column] += seconds
+        computed = waits.add_computed(model, [*before, *sums.items()], *stops[place, True])
+        if place in places:
+            yield place, computed
+        if stops[place, False]:
+            computed = waits.add_computed(model, [(computed, 1.0)], *stops[place, False])
+        begin, before = place, [(computed, 1.0)]
+
+
+def _leaving(
+    trips: Sequence[_Trip], place: _Place, one: int, share: float = 1.0, together: Mapping[Any, Terms] | None = None
+) -> Iterator[Terms]:
+    """Yield, for each copy that is read at `place`, a share of what leaves no sooner than its gradient, if it is chosen.
+
+    together: the terms that are 1, beside those of its own, where a copy is one that serves several regions.
+    """
+    latency_s = max(trip.latency_s for trip in trips)
+    most_s = latency_s + sum(_most(trips, lambda trip: share * trip.early_s).values())
+    for served in dict.fromkeys(trip.served for trip in trips if trip.place == place):
+        chosen = [*((trip.column, 1.0) for trip in trips if trip.served == served), *(together or {}).get(served, [])]
+        leaving = [(trip.column, share * trip.early_s) for trip in trips]
+        yield [*leaving, *((column, most_s * weight) for column, weight in chosen), (one, latency_s - most_s)]
+
+
+def _most(trips: Sequence[_Trip], amount: Callable[[_Trip], float]) -> dict[Any, float]:
+    """Return the most that each copy amounts to, which is served from one layout."""
+    most: dict[Any, float] = defaultdict(float)
+    for trip in trips:
+        most[trip.served] = max(most[trip.served], amount(trip))
+    return most
+
+
+def _trips(sharding: Sharding, region_class: RegionClass, phase: int) -> Iterator[_Trip]:
+    """Yield what travels early of parameters that every region of the class reads."""
+    for use, served, column, way in sharding.joined.within:
+        leg = (way.there, way.back)[phase]
+        is_each = use.region_class is region_class and use.count == region_class.multiplicity
+        if is_each and leg.early and not leg.is_whole_sum:
+            yield _Trip((0, _position(use, served[1])), served, column, leg)
+
+
+def _first_place(problem: Problem, served: tuple[Any, Want]) -> _Place:
+    """Return where a step first reads a copy.
+
+    One copy of several regions is read by two at least: the last but one of those places, as E is no more than is waited.
+    """
+    reader, want = served
+    if isinstance(reader, Use):
+        return reader.region_class.members[reader.members[0]].index, _position(reader, want)
+    uses = [
+        use for use in problem.uses if use.source is reader and any(want in w for d in use.demands for w in d.wants)
+    ]
+    return sorted(_first_place(problem, (use, want)) for use in uses)[-2:][0]
+
+
+def _position(use: Use, want: Want) -> int:
+    """Return where a region first reads a copy; where that is a choice, the last such place, as E is no more than is waited."""
+    return max(_positions(use, want))
+
+
+def _positions(use: Use, want: Want) -> list[int]:
+    """Return the positions of the groups that may want a copy."""
+    readers = [demand.decision.group for demand in use.demands if any(want in wants for wants in demand.wants)]
+    return [min(op.position for op in group.ops if use.tensor in op.inputs) for group in readers if group]
+
+
+def has_links(problem: Problem) -> bool:
+    """Tell whether collectives over one link run beside those over another."""
+    return len(set(problem.costs.links)) > 1
+
+
+def _moments(problem: Problem, sharding: Sharding, region_class: RegionClass, phase: int) -> list[_Moment]:
+    """Return what hides a collective within a region."""
+    costs = problem.costs
+    found: list[_Moment] = []
+    for decision in problem.of_class(region_class):
+        assert decision.group is not None
+        for split, column in zip(decision.options, sharding.choice[decision]):
+            for op in decision.group.ops:
+                seconds = costs.op_s(decision.group, op, split)[phase]
+                exchanged_s = costs.inner_s(decision.group, op, split)[phase] if has_links(problem) else 0.0
+                found.append(((0, op.position), column, seconds + exchanged_s))
+    if has_links(problem):
+        reshards = _reshards(problem, sharding, region_class, phase)
+        found += [((0, _position(use, want)), column, seconds) for use, want, column, seconds in reshards]
+    return found
+
+
+def _reshards(
+    problem: Problem, sharding: Sharding, region_class: RegionClass, phase: int
+) -> Iterator[tuple[Use, Want, int, float]]:
+    """Yield the reshards of activations that take time: whom each serves, the column that chooses it, and its seconds."""
+    for (use, native, want), column in sharding.flow.items():
+        if use.region_class is region_class and not use.source.is_param:
+            times = problem.costs.edge_s(use.source.tensor, native, *aligned(use, native, want))
+            if times is not None and times[phase]:
+                yield use, want, column, times[phase]
+
+
+def _late_exchanges(problem: Problem, sharding: Sharding, region_class: RegionClass) -> Iterator[_Exchange]:
+    """Yield where the backward of a region exchanges over the one link that there is."""
+    if has_links(problem):
+        return
+    columns_of: dict[tuple[Use, Want], Terms] = defaultdict(list)
+    for use, want, column, _ in _reshards(problem, sharding, region_class, 1):
+        columns_of[use, want].append((column, 1.0))
+    for (use, want), columns in columns_of.items():
+        yield (0, min(_positions(use, want))), True, columns
+    for decision in problem.of_class(region_class):
+        assert decision.group is not None
+        for op in decision.group.ops:
+            columns = [
+                (column, 1.0)
+                for split, column in zip(decision.options, sharding.choice[decision])
+                if problem.costs.inner_s(decision.group, op, split)[1]
+            ]
+            if columns:
+                yield (0, op.position), False, columns
+
+
+def _behind(problem: Problem, sharding: Sharding, last: int) -> tuple[list[_Moment], list[_Exchange]]:
+    """Return what runs in the backward of the regions up to `last`."""
+    classes = {region.region_class for region in problem.program.regions[: last + 1]}
+    moments_of = {each: _moments(problem, sharding, each, 1) for each in classes}
+    exchanges_of = {each: list(_late_exchanges(problem, sharding, each)) for each in classes}
+    moments: list[_Moment] = []
+    exchanges: list[_Exchange] = []
+    for region in problem.program.regions[: last + 1]:
+        moments += [((region.index, at), *rest) for (_, at), *rest in moments_of[region.region_class]]  # type: ignore[misc]
+        exchanges += [((region.index, at), *rest) for (_, at), *rest in exchanges_of[region.region_class]]  # type: ignore[misc]
+    return moments, exchanges
+
+
+def _buffers(trips: Sequence[_Trip]) -> dict[Any, list[_Trip]]:
+    """Return by its key what is reduced in one buffer; what may fill several is not among it."""
+    found: dict[Any, list[_Trip]] = defaultdict(list)
+    for trip in trips:
+        if trip.key is not None:
+            found[trip.key].append(trip)
+    return {
+        key: trips for key, trips in found.items() if sum(_most(trips, lambda trip: trip.buffer_share).values()) <= 1.0
+    }
+
+
+def _latencies(here: Sequence[_Trip]) -> Iterable[Terms]:
+    """Return the latency of each copy that joins a collective: of several, the first may have paid that of all."""
+    found: dict[Any, Terms] = defaultdict(list)
+    for trip in here:
+        found[trip.key and trip.served].append((trip.column, trip.latency_s))
+    return found.values()
+
+
+def _seconds(trips: Iterable[_Trip]) -> Terms:
+    return [(trip.column, trip.early_s) for trip in trips]
+
+
+def _one(model: Model) -> int:
+    """Return a column that is 1, for the constants of rows."""
+    return model.column(lower=1.0, upper=1.0)
