@@ -30,6 +30,8 @@ _SETTLED_NS = 2 * 10**9
 """A further change of a file within the clock of its file system might not show; no such clock is coarser than this."""
 _digests: dict[str, tuple[tuple[int, int, int], str]] = {}
 """A file → its last change, size and number, and the digest of its text."""
+_loaded: dict[str, list[int]] = {}
+"""A file of a package that this process has loaded → its stamp when that was first looked at: what runs is not what came later."""
 Files = dict[str, list[int] | str]
 """A file → the time of its last change and its size, or of the user's files a digest of the text."""
 
@@ -62,7 +64,7 @@ def is_own_file(path: str) -> bool:
 
 
 def loaded_files() -> Files:
-    """Return the files of all modules loaded, ours and Python's own left out, as they are now."""
+    """Return the files of all modules loaded, ours and Python's own left out: packages' as when first seen here, yours as now."""
     standard = sysconfig.get_paths()["stdlib"] + os.sep
     found: Files = {}
     for path in _files():
@@ -70,14 +72,19 @@ def loaded_files() -> Files:
             if is_own_file(path):
                 found[path] = _digest(path)
             elif not path.startswith(OUR_ROOT + os.sep) and ("-packages" in path or not path.startswith(standard)):
-                found[path] = _stamp(path)
+                if path not in _loaded:
+                    _loaded[path] = _stamp(path)
+                found[path] = _loaded[path]
     return found
 
 
 def unchanged(files: Mapping[str, list[int] | str]) -> bool:
     """Tell whether each of the files is as it was."""
     try:
-        return all(seen == (_digest(path) if isinstance(seen, str) else _stamp(path)) for path, seen in files.items())
+        return all(
+            seen == (_digest(path) if isinstance(seen, str) else _loaded.get(path) or _stamp(path))
+            for path, seen in files.items()
+        )
     except OSError:
         return False
 
