@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# Tests start some hundred processes, which share what was compiled once.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: setup demo test test-all bench lint style types fast-tests clean
 
 setup: $(STAMP)
