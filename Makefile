@@ -4,7 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-all bench lint clean
+# Tests start some hundred processes, which share what was compiled once.
+export PYTHONDONTWRITEBYTECODE :=
+
+.PHONY: setup demo test test-all bench lint style types fast-tests clean
 
 setup: $(STAMP)
 
@@ -18,12 +21,20 @@ $(STAMP): pyproject.toml
 demo: setup
 	$(BIN)/trainwright demo
 
-lint: setup
+lint: style types
+
+style: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: setup
 	$(BIN)/mypy
 
-test: lint
+# Types are checked beside the tests, some of which wait rather than compute.
+test: style
+	@$(MAKE) --no-print-directory --jobs=2 types fast-tests
+
+fast-tests: setup
 	$(BIN)/python -m pytest -m 'not slow and not gpu' -n 2 --dist loadfile --durations=25
 
 # Full grids take minutes each: among them all plans of 480 small problems, and 50 kills.

@@ -29,7 +29,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if "TRAINWRIGHT_CACHE" not in os.environ:
         # Compiled code stays for the next session.
         os.environ["TRAINWRIGHT_CACHE"] = str(config.cache.mkdir("trainwright"))
-        shutil.rmtree(Path(os.environ["TRAINWRIGHT_CACHE"]) / "captures", ignore_errors=True)
+        for kept in ("captures", "locks"):
+            shutil.rmtree(Path(os.environ["TRAINWRIGHT_CACHE"]) / kept, ignore_errors=True)
     # Two workers and their ranks share the cores: a thread that spins while it waits takes them from one that computes.
     # OpenMP reads this as a process starts, so it holds for workers of pytest-xdist, pools and commands.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from trainwright.artifacts.cache_directory import cache_directory
+from trainwright.artifacts.cache_directory import cache_directory, cache_folder
 from trainwright.launch import Workers
 
 
@@ -37,29 +40,50 @@ class Pool:
 
 
 def share_references() -> None:
-    """Let `verify` on this rank take its reference from the session's cache, where an earlier test has captured it.
+    """Let this rank take captures from the session's cache, the references of `verify` too, and make each only once.
 
     Every rank of every check captures the whole step twice, for training and for evaluation: four fifths of what a check of
     a small model takes. The entries are the references' own, so that a plan's capture is still held against another one.
+    Ranks ask for the same captures at the same moment: one of them makes it, and the others wait.
     """
+    from trainwright.capture import cached
     from trainwright.runtime.verification import reference
 
-    reference.capture = shared_capture
+    reference.capture = shared_reference
+    cached.capture = shared_capture
 
 
-def shared_capture(model: Any, batch: Any, loss_fn: Any = None, *, training: bool = True, autocast: Any = None) -> Any:
+def shared_reference(
+    model: Any, batch: Any, loss_fn: Any = None, *, training: bool = True, autocast: Any = None
+) -> Any:
     """Return what `capture` returns."""
+    kind = "training" if training else "evaluation"
+    return shared_capture(model, batch, loss_fn, f"-{kind}", training=training, autocast=autocast)
+
+
+def shared_capture(model: Any, batch: Any, loss_fn: Any = None, kind: str = "", **options: Any) -> Any:
+    """Return what `capture` returns, from the session's cache where a capture of this `kind` is there."""
     from trainwright.capture import cached
     from trainwright.capture.experts import know_gates
     from trainwright.capture.export import capture
 
-    cache, key = cache_directory(), cached._key(model, batch, loss_fn, autocast)
+    cache, key = cache_directory(), cached._key(model, batch, loss_fn, options["autocast"])
     if cache is None or key is None:
-        return capture(model, batch, loss_fn, training=training, autocast=autocast)
+        return capture(model, batch, loss_fn, **options)
     know_gates(model)
-    entry = f"{key}-{'training' if training else 'evaluation'}"
-    found = cached._read(cache, entry)
-    if found is None:
-        found = capture(model, batch, loss_fn, training=training, autocast=autocast)
-        cached._write(cache, entry, found)
+    with only_one(key + kind):
+        found = cached._read(cache, key + kind)
+        if found is None:
+            found = capture(model, batch, loss_fn, **options)
+            cached._write(cache, key + kind, found)
     return found
+
+
+@contextmanager
+def only_one(name: str) -> Iterator[None]:
+    """Let one process at a time into the `with` block called `name`; the system lets go for one that is killed."""
+    folder = cache_folder() / "locks"
+    folder.mkdir(exist_ok=True)
+    with (folder / name).open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield

@@ -10,6 +10,8 @@ import stat
 import subprocess
 import sys
 import threading
+import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from torch import nn
 
 import trainwright as tw
 from trainwright.artifacts.cache_directory import CacheDirectory, cache_directory, without_cache
-from trainwright.capture import cached
+from trainwright.capture import cached, surroundings
 from trainwright.capture.cached import cached_capture
 from trainwright.capture.description import digest_of
 from trainwright.capture.export import capture
@@ -194,6 +196,50 @@ def test_a_package_that_changed_makes_another(tmp_path: Path) -> None:
     assert torch.__file__ in files
     assert unchanged({**files, torch.__file__: [1, 2]}) is False
     assert unchanged({**files, str(tmp_path / "gone.py"): [1, 2]}) is False
+
+
+def test_of_the_users_files_every_change_is_seen_and_what_has_not_changed_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(surroundings, "_SETTLED_NS", -1)  # the files of a test are young
+    path = tmp_path / "mine.py"
+    path.write_text("SCALE = 2\n")
+    first, seen = surroundings._digest(str(path)), path.stat()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", lambda _: pytest.fail("it was read again"))
+        assert surroundings._digest(str(path)) == first
+    time.sleep(0.05)  # a tick of the file system's clock
+    path.write_text("SCALE = 3\n")
+    os.utime(path, ns=(seen.st_atime_ns, seen.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (seen.st_size, seen.st_mtime_ns)
+    assert surroundings._digest(str(path)) != first
+
+
+def test_a_young_file_is_read_each_time(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("SCALE = 2\n")
+    surroundings._digest(str(path))
+    assert str(path) not in surroundings._digests
+
+
+def test_a_package_that_is_replaced_while_it_runs_is_kept_as_it_was_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is captured now runs the code of before, so an entry must not be taken for one of the code that came later."""
+    path = tmp_path / "site-packages" / "scales.py"
+    path.parent.mkdir()
+    path.write_text("SCALE = 2\n")
+    is_installed = surroundings._is_ours_or_installed
+    monkeypatch.setattr(surroundings, "_is_ours_or_installed", lambda each: each == str(path) or is_installed(each))
+    monkeypatch.setattr(surroundings, "_loaded", {})
+    module = types.ModuleType("scales")
+    module.__file__ = str(path)
+    monkeypatch.setitem(sys.modules, "scales", module)
+    before = loaded_files()
+    path.write_text("SCALE = 16\n")
+    assert loaded_files()[str(path)] == before[str(path)]
+    surroundings._loaded.clear()  # another process
+    assert not unchanged({str(path): before[str(path)]})
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from trainwright.cli import demo, main
 from trainwright.cli.model import ModelOptions
 
 ROOT = Path(__file__).parents[2]
+QUICK = f"{ROOT}/tests/docs_files/train.py:build"  # needs no package that takes seconds to import
 MODEL = ("zoo:gpt2-tiny", "--batch-size", "4", "--set", "resid_pdrop=0.0")
 
 
@@ -122,11 +123,12 @@ def test_a_plan_is_verified(plan_path: Path, folder: Path, capsys: pytest.Captur
     assert "Predicted against measured" in out.read_text(encoding="utf8")
 
 
-def test_a_budget_that_is_exceeded_does_not_verify(plan_path: Path, folder: Path) -> None:
-    plan = Plan.from_json(plan_path)
-    tight = plan.model_copy(update={"budget_bytes": plan.predicted.peak_bytes // 2})
-    tight.to_json(folder / "tight.json")
-    assert main(["verify", "zoo:gpt2-tiny", "--plan", str(folder / "tight.json")]) == 1
+def test_a_budget_that_is_exceeded_does_not_verify(tmp_path: Path) -> None:
+    path = str(tmp_path / "tight.json")
+    assert main(["plan", QUICK, "--hardware", "cpu:2", "--solver", "fsdp", "-o", path]) == 0
+    plan = Plan.from_json(path)
+    plan.model_copy(update={"budget_bytes": plan.predicted.peak_bytes // 2}).to_json(path)
+    assert main(["verify", QUICK, "--plan", path]) == 1
 
 
 def test_another_model_is_the_users_mistake(plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

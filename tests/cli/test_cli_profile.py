@@ -243,10 +243,10 @@ def test_a_fixed_batch_is_cut_and_repeated(models, capsys) -> None:
 
 
 def test_sequences_are_swept_too(capsys) -> None:
-    _, found, _ = profiled(capsys, "zoo:llama-tiny", "--sweep", "seq-len=8,16")
+    _, found, _ = profiled(capsys, "zoo:gpt2-tiny", "--set", "n_layer=1", "--sweep", "seq-len=8,16")
     assert [point.value for point in found.sweep] == [8, 16]
     for point in found.sweep:
-        loaded = tw.load_model("zoo:llama-tiny", seq_len=point.value)
+        loaded = tw.load_model("zoo:gpt2-tiny", seq_len=point.value, settings={"n_layer": "1"})
         assert point.peak_bytes == tw.profile(loaded.model, loaded.batch).peak_bytes
 
 

@@ -249,9 +249,9 @@ def test_pins_in_help_and_docs_can_be_obeyed() -> None:
     (help_text,) = [parameter.help for verb in verbs() for parameter in verb.params if parameter.name == "pin"]
     shown = PIN.findall(help_text)
     assert len(shown) == 2, help_text
-    model, batch = zoo.build("gpt2-tiny")
+    model, batch = zoo.build("gpt2-tiny", n_layer=1)
     recompute, shard = (tw.plan(model, batch, hardware="cpu:2", pins=[pin]).modules for pin in shown)
-    key = "transformer.h.{0-1}.mlp.c_fc:linear"
+    key = "transformer.h.0.mlp.c_fc:linear"
     assert recompute[key].recomputed == {"out": "all"}
     assert shard[key].split == ("o",)
     texts = [(ROOT / page).read_text(encoding="utf8") for page in PAGES]

@@ -22,7 +22,7 @@ from trainwright.training import optimizer_of
 )
 def test_what_comes_next_is_what_train_takes(name: str, num_devices: int) -> None:
     model, batch, loss_fn = words()
-    plan = tw.plan(model, batch, loss_fn=loss_fn, hardware=f"cpu:{num_devices}", optimizer=name)
+    plan = tw.plan(model, batch, loss_fn=loss_fn, hardware=f"cpu:{num_devices}", optimizer=name, solver="fsdp")
     said = _next(plan, "train.py:build", "plan.json")
     if num_devices == 2 and name == "clippedadafactor":
         assert said.startswith("train will not run it: an optimizer that steps on shards is needed on 2 ranks")

@@ -28,6 +28,7 @@ def model() -> dict[str, Any]:
 
 
 ASKED: dict[str, Any] = {"hardware": "cpu:2", "mesh": 1, "micro_batches": 4, "pipeline": 2}
+ONE_ORDER = {**ASKED, "pipeline_schedule": "1f1b"}
 
 
 @pytest.fixture(scope="module")
@@ -63,16 +64,16 @@ def test_the_peak_is_the_fullest_stage_s_and_check_finds_it_again(plan: Plan, mo
 
 def test_a_budget_is_kept_by_what_each_stage_recomputes(plan: Plan, model: dict[str, Any]) -> None:
     budget = int(0.9 * plan.predicted.peak_bytes)
-    tight = tw.plan(**model, **ASKED, memory=budget)
+    tight = tw.plan(**model, **ONE_ORDER, memory=budget)
     assert tight.predicted.peak_bytes <= budget
     assert tight.predicted.step_s >= plan.predicted.step_s
     assert tight.solver.gap is not None
     with pytest.raises(Refusal, match=r"stage \d of 2 holds most"):
-        tw.plan(**model, **ASKED, memory=int(0.2 * plan.predicted.peak_bytes))
+        tw.plan(**model, **ONE_ORDER, memory=int(0.2 * plan.predicted.peak_bytes))
 
 
 def test_joint_is_never_slower_than_the_recipes(model: dict[str, Any], plan: Plan) -> None:
-    found = tw.compare(**model, **ASKED, memory=int(0.92 * plan.predicted.peak_bytes))
+    found = tw.compare(**model, **ONE_ORDER, memory=int(0.92 * plan.predicted.peak_bytes))
     assert set(found) == {"even", "balanced", "pipeline-dp", "joint"}
     joint = found["joint"]
     assert isinstance(joint, Plan)
@@ -110,7 +111,7 @@ FAST_DISK = with_disk(Tier(write_bytes_per_s=2e9, read_bytes_per_s=2e9, latency_
 
 
 def test_what_stages_offload_fits_where_nothing_else_does_and_is_faster(model: dict[str, Any], pool2: Pool) -> None:
-    asked = {**ASKED, "hardware": FAST_DISK, "pipeline_schedule": "1f1b"}
+    asked = {**ONE_ORDER, "hardware": FAST_DISK}
     with pytest.raises(Refusal, match="joint found none"):
         tw.plan(**model, **asked, offload="none", memory="1.45MiB")
     found = tw.plan(**model, **asked, offload="disk", memory="1.45MiB")
@@ -147,7 +148,7 @@ def test_stages_that_may_offload_are_never_slower(model: dict[str, Any]) -> None
 def test_the_last_stage_takes_its_loss_in_chunks_where_nothing_fits_without(pool2: Pool) -> None:
     options = {"n_layer": 2, "seq_len": 64, "vocab_size": 1024}
     wide = built(**options)
-    asked = {**ASKED, "micro_batches": 2, "pipeline_schedule": "1f1b", "memory": "3.5MiB"}
+    asked = {**ONE_ORDER, "micro_batches": 2, "memory": "3.5MiB"}
     with pytest.raises(Refusal, match="joint found none"):
         tw.plan(**wide, **asked, loss_chunks="none")
     found = tw.plan(**wide, **asked)
@@ -163,7 +164,7 @@ def test_the_last_stage_takes_its_loss_in_chunks_where_nothing_fits_without(pool
 
 
 def test_gpus_offload_to_their_hosts_unless_told_otherwise(model: dict[str, Any]) -> None:
-    asked = {**ASKED, "hardware": "2xh100", "memory": "1.9MiB", "pipeline_schedule": "1f1b"}
+    asked = {**ONE_ORDER, "hardware": "2xh100", "memory": "1.9MiB"}
     auto, host, none = (tw.plan(**model, **asked, offload=offload) for offload in ("auto", "host", "none"))
     assert auto.offload is not None
     assert auto.offload.tier == "host"
@@ -172,7 +173,7 @@ def test_gpus_offload_to_their_hosts_unless_told_otherwise(model: dict[str, Any]
 
 
 def test_pins_and_edits_say_where_stages_begin(plan: Plan, model: dict[str, Any]) -> None:
-    pinned = tw.plan(**model, **ASKED, pins="transformer.h.1=begin(1)")
+    pinned = tw.plan(**model, **ONE_ORDER, pins="transformer.h.1=begin(1)")
     assert pinned.pipeline is not None
     assert pinned.pipeline.begins == ("transformer.h.1",)
     assert pinned.predicted.step_s >= plan.predicted.step_s * (1 - 1e-9)

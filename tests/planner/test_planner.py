@@ -355,11 +355,12 @@ def test_the_simulation_knows_how_many_threads_a_rank_has():
 
 
 def test_a_refusal_says_what_binds_and_what_would_do():
+    program = blocks_program(2, 2048)
     with pytest.raises(Refusal, match="memory is fullest in the backward of") as refused:
-        make_plan(**question(blocks_program(3, 2048), budget_bytes=90_000))
+        make_plan(**question(program, budget_bytes=90_000))
     assert "for which there is a plan" in str(refused.value)
     with pytest.raises(Refusal, match="--solver joint"):
-        make_plan(**question(tiny_program("gpt2-tiny"), budget_bytes=1_400_000), solver="ddp")
+        make_plan(**question(program, budget_bytes=220_000), solver="ddp")
 
 
 @pytest.mark.slow  # test_planner_promises.py asks again with the budgets of smaller models

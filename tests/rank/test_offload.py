@@ -178,8 +178,8 @@ def test_offloading_holds_less_than_recomputation_alone(program) -> None:
 
 
 def test_a_plan_that_offloads_is_run_as_promised(pool2: Pool) -> None:
-    """With sharding and recomputation, on two ranks, where nothing else fits: the same gradients, and the measured peak."""
-    report = pool2.run("tests.parallel_cases:offloading_plan", timeout_s=280, budget_bytes=950_000)[0]
+    """On two ranks, under a budget that binds: the same gradients, and the measured peak."""
+    report = pool2.run("tests.parallel_cases:offloading_plan", timeout_s=280, budget_bytes=800_000)[0]
     assert report["passed"], report
     assert report["moved_bytes"] > 0
     assert max(report["peak_bytes"]) <= report["budget_bytes"]

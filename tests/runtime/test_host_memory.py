@@ -13,12 +13,14 @@ import pytest
 from trainwright.runtime import host_memory
 
 STEPS = """
-import resource, sys
+import resource, runpy, sys
 import torch
-import trainwright as tw
-from trainwright.runtime.host_memory import keep_freed_memory
 
-if sys.argv[1] == "plan":
+if sys.argv[1] != "plan":
+    keep_freed_memory = runpy.run_path(sys.argv[2])["keep_freed_memory"]  # alone: what it is part of takes seconds to import
+else:
+    import trainwright as tw
+    from trainwright.runtime.host_memory import keep_freed_memory
     model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(3)))
     loss = {"loss_fn": lambda out, _: out.mean()}
     tw.parallelize(model, tw.plan(model, (torch.ones(4, 256),), hardware="cpu:1", **loss), **loss)
@@ -47,7 +49,7 @@ def with_trimming() -> tuple[int, bool]:
 def faults_and_answer(mode: str, **variables: str) -> tuple[int, bool]:
     """Pages asked for in four steps, and whether the setting was made."""
     own = {name: value for name, value in os.environ.items() if "MALLOC" not in name and name != "GLIBC_TUNABLES"}
-    command = [sys.executable, "-c", STEPS, mode]
+    command = [sys.executable, "-c", STEPS, mode, host_memory.__file__]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env={**own, **variables}, timeout=200)
     faults, answer = done.stdout.split()[-2:]
     return int(faults), answer == "True"

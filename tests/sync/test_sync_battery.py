@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import subprocess
 import sys
@@ -32,6 +33,12 @@ def simulated(name: str, size: int, **keywords: Any) -> Simulation[Any]:
 
 def largest(name: str) -> int:
     return max(size for size in CASES[name].sizes if size <= 4)
+
+
+@functools.cache
+def uninterrupted(name: str) -> Simulation[Any]:
+    """A whole run of as many workers as four allow, which nobody changes."""
+    return simulated(name, largest(name))
 
 
 def expected(names: list[str], size: int) -> dict[str, list[Any]]:
@@ -64,7 +71,7 @@ def test_bytes_sent_are_those_declared(name: str, size: int) -> None:
 def test_the_state_kept_is_the_state_declared(name: str) -> None:
     """By each worker; of a master and its workers, by the master, who keeps most."""
     kept = []
-    for _, held in (run := simulated(name, largest(name))).results:
+    for _, held in (run := uninterrupted(name)).results:
         vectors = [value for value in held["sync"]["state"].values() if isinstance(value, torch.Tensor)]
         kept.append(sum(value.numel() * value.element_size() for value in vectors if value.numel() > 1))
     joined = run.results[0][0]
@@ -79,14 +86,15 @@ def test_resume_equals_uninterrupted_to_the_bit(name: str) -> None:
     for stop in {1, case.num_steps // 2 + 1}:
         halves = [copy.deepcopy(held) for _, held in simulated(name, size, num_steps=stop).results]
         run = simulate([program(name, begin=half) for half in halves])
-        whole = simulated(name, size)
-        assert [digest(joined) for joined, _ in run.results] == [digest(joined) for joined, _ in whole.results]
+        assert [digest(joined) for joined, _ in run.results] == [
+            digest(joined) for joined, _ in uninterrupted(name).results
+        ]
 
 
 @every
 def test_workers_are_equal_when_they_should_be(name: str) -> None:
     case = CASES[name]
-    run = simulated(name, largest(name))
+    run = uninterrupted(name)
     for step, digests in enumerate(zip(*(held["digests"] for _, held in run.results)), start=1):
         should = case.equal_every > 0 and step % case.equal_every == 0
         assert len(set(digests)) == 1 or not should

@@ -7,12 +7,14 @@ Before it is used  `unchanged(files)`   each of those files is as it was
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
 import site
 import sys
 import sysconfig
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,12 @@ from .stored import NotStorable
 
 __all__ = ["is_own_file", "loaded_files", "surroundings", "unchanged"]
 
+_SETTLED_NS = 2 * 10**9
+"""A further change of a file within the clock of its file system might not show; no such clock is coarser than this."""
+_digests: dict[str, tuple[tuple[int, int, int], str]] = {}
+"""A file → its last change, size and number, and the digest of its text."""
+_loaded: dict[str, list[int]] = {}
+"""A file of a package that this process has loaded → its stamp when that was first looked at: what runs is not what came later."""
 Files = dict[str, list[int] | str]
 """A file → the time of its last change and its size, or of the user's files a digest of the text."""
 
@@ -52,25 +60,31 @@ def is_own_file(path: str) -> bool:
     >>> is_own_file(torch.__file__), is_own_file(__file__), is_own_file("/home/me/train.py")
     (False, False, True)
     """
-    return bool(path) and not path.startswith("<") and not path.startswith((*_roots(), OUR_ROOT + os.sep))
+    return bool(path) and not path.startswith("<") and not _is_ours_or_installed(path)
 
 
 def loaded_files() -> Files:
-    """Return the files of all modules loaded, ours and Python's own left out, as they are now."""
+    """Return the files of all modules loaded, ours and Python's own left out: packages' as when first seen here, yours as now."""
     standard = sysconfig.get_paths()["stdlib"] + os.sep
     found: Files = {}
     for path in _files():
-        if is_own_file(path):
-            found[path] = _digest(path)
-        elif not path.startswith(OUR_ROOT + os.sep) and ("-packages" in path or not path.startswith(standard)):
-            found[path] = _stamp(path)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # a module may name a file that is none
+            if is_own_file(path):
+                found[path] = _digest(path)
+            elif not path.startswith(OUR_ROOT + os.sep) and ("-packages" in path or not path.startswith(standard)):
+                if path not in _loaded:
+                    _loaded[path] = _stamp(path)
+                found[path] = _loaded[path]
     return found
 
 
 def unchanged(files: Mapping[str, list[int] | str]) -> bool:
     """Tell whether each of the files is as it was."""
     try:
-        return all(seen == (_digest(path) if isinstance(seen, str) else _stamp(path)) for path, seen in files.items())
+        return all(
+            seen == (_digest(path) if isinstance(seen, str) else _loaded.get(path) or _stamp(path))
+            for path, seen in files.items()
+        )
     except OSError:
         return False
 
@@ -78,12 +92,18 @@ def unchanged(files: Mapping[str, list[int] | str]) -> bool:
 def _files() -> Iterator[str]:
     for module in list(sys.modules.values()):
         path = getattr(module, "__file__", None)
-        if isinstance(path, str) and path.endswith(".py") and os.path.isfile(path):
+        if isinstance(path, str) and path.endswith(".py"):
             yield path
 
 
 def _own_files() -> list[str]:
-    return sorted({path for path in _files() if is_own_file(path)})
+    return sorted({path for path in _files() if is_own_file(path) and os.path.isfile(path)})
+
+
+@functools.cache
+def _is_ours_or_installed(path: str) -> bool:
+    """Whether a file is of a package, Python's or ours: asked of thousands of modules before each capture."""
+    return path.startswith((*_roots(), OUR_ROOT + os.sep))
 
 
 def _is_typed_in(main: Any) -> bool:
@@ -120,7 +140,16 @@ def _our_sources() -> str:
 
 
 def _digest(path: str) -> str:
-    return hashlib.blake2b(Path(path).read_bytes(), digest_size=20).hexdigest()
+    """Return a digest of the text; a file that the system has not changed since is not read again."""
+    found = os.stat(path)
+    change = (found.st_ctime_ns, found.st_size, found.st_ino)
+    known = _digests.get(path)
+    if known is not None and known[0] == change:
+        return known[1]
+    digest = hashlib.blake2b(Path(path).read_bytes(), digest_size=20).hexdigest()
+    if time.time_ns() - found.st_ctime_ns > _SETTLED_NS:
+        _digests[path] = (change, digest)
+    return digest
 
 
 def _stamp(path: str) -> list[int]:

@@ -82,7 +82,7 @@ class Fitting:
 
     def _widens(self) -> bool:
         """Move on to the wider row budget, if there is one that was not tried."""
-        if self.wider is None or (wide := self.wider()) <= self.search.aim:
+        if self.wider is None or not self.settings.seeks_least or (wide := self.wider()) <= self.search.aim:
             return False
         self.search.aim, self.wider = wide, None
         return True
