@@ -83,7 +83,9 @@ def test_a_mesh_that_cannot_win_is_not_solved(searched):
 
 def test_no_mesh_takes_more_than_half_of_the_time_that_is_left(searched):
     limit_s = 240.0
-    make_plan(**question(tiny_program("gpt2-tiny"), "8xh100", mesh=None, time_limit_s=limit_s, budget_bytes=SMALL))
+    make_plan(
+        **question(tiny_program("gpt2-tiny"), "2x2xh100", mesh=None, time_limit_s=limit_s, budget_bytes=2_000_000)
+    )
     first_ways = [seconds for space, seconds in searched if space.turn == 0]
     assert len(first_ways) > 1
     assert all(seconds <= limit_s / 2 for seconds in first_ways)

@@ -208,7 +208,7 @@ class Ways(Space):
         is_slower = refused.outcome is Outcome.SLOWER
         if self.known is not None:
             if refused.outcome is Outcome.STOPPED:
-                self._leave_unproven(incumbent, self.known)
+                self._leave_unproven(incumbent, self.known, refused.bound_s)
             yield from self._next(incumbent)
         elif is_slower and (proposal := self._proposal(incumbent)) is not None:
             budget = float(self.place.task.usable_bytes or 0)
@@ -245,10 +245,13 @@ class Ways(Space):
         if self.known.answer.binds and not self.is_beside:
             yield from self._beside()
 
-    def _leave_unproven(self, incumbent: Incumbent, known: Found) -> None:
-        """Lower the bound to what holds for ways that are not searched to their end: what is proven of one way binds no other."""
+    def _leave_unproven(self, incumbent: Incumbent, known: Found, bound_s: float = 0.0) -> None:
+        """Lower the bound to what holds for ways that are not searched to their end: what is proven of one way binds no other.
+
+        bound_s: what is proven of those.
+        """
         if known.answer.binds and self.place.task.budget_bytes is not None and self.place.solver.hides:
-            incumbent.bound_s = min(incumbent.bound_s, known.answer.floor_s)
+            incumbent.bound_s = min(incumbent.bound_s, max(bound_s, known.answer.floor_s))
 
     def _beside(self, refused: Infeasible | None = None) -> Iterator[Space]:
         """Yield the space of the recipe that `joint` is held against.

@@ -75,6 +75,8 @@ class Infeasible:
     smallest: Answer | None = None
     floor_s: float = 0.0
     """Seconds that no answer of this search beats, whatever the memory."""
+    bound_s: float = 0.0
+    """Seconds that no answer beats which the memory rows let in."""
 
 
 def refused(outcome: Outcome) -> Infeasible:

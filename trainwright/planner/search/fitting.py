@@ -73,8 +73,9 @@ class Fitting:
                 break
         self._propose_others()
         if search.best is None and math.isfinite(self.settings.cutoff_s):
-            is_slower = max(self._proving.values(), default=-math.inf) >= self.settings.cutoff_s
-            return Infeasible(Outcome.SLOWER if is_slower else Outcome.STOPPED)
+            bound_s = max(self._proving.values(), default=0.0)
+            outcome = Outcome.SLOWER if bound_s >= self.settings.cutoff_s else Outcome.STOPPED
+            return Infeasible(outcome, bound_s=bound_s)
         best = search.best or self._known()
         # an answer that fitted no aim of the whole search fits, and yet not without rows
         low = float(self.budget) if search.low is None else search.low
