@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from ...program.blocks import RegionClass
@@ -41,31 +42,38 @@ WAITS = "what a region waits for"
 _Place = tuple[int, int]
 """A region, in the order of the forward, and a position in it."""
 _Moment = tuple[_Place, int, float]
-"""Where something runs, the column that chooses it, and its seconds."""
+"""Where something runs, the column that chooses it, and what it takes, in units of `unit_s`."""
 _Exchange = tuple[_Place, bool, Terms]
 """Where an exchange is; whether what is read there is on its way by then; the columns of which one chooses it."""
 
 
 @dataclass(eq=False)
 class Waits:
-    """A column of seconds that are waited: the largest of 0 and some sums, since it has a cost."""
+    """A column of what is waited: the largest of 0 and some sums, since it has a cost. All columns are in units of `unit_s`."""
 
     column: int
     floors: list[tuple[int, Terms]] = field(default_factory=list)
     """The rows column ≥ Σ terms, with the terms."""
-    computed: list[tuple[int, tuple[Terms, ...]]] = field(default_factory=list)
-    """The columns K in order, each with the sums that it is no more than."""
+    sums: list[tuple[int, tuple[Terms, ...]]] = field(default_factory=list)
+    """The columns that stand in those rows, in order, each with the sums of which it is the least."""
 
     def add_floor(self, model: Model, name: str, terms: Terms) -> None:
         """Add the row that holds the column at the sum of `terms` or above."""
         self.floors.append((model.row(name, [*terms, (self.column, -1.0)], upper=0.0), terms))
 
     def add_computed(self, model: Model, *sums: Terms) -> int:
-        """Add the next column K, which is no more than each of `sums`, and return it."""
+        """Add a column K, which is no more than each of `sums`, and return it."""
         column = model.column()
-        self.computed.append((column, sums))
+        self.sums.append((column, sums))
         for terms in sums:
             model.row(WAITS, [(column, -1.0), *terms], lower=0.0)
+        return column
+
+    def add_travelling(self, model: Model, terms: Terms) -> int:
+        """Add a column of seconds on their way, which is no less than the sum of `terms`, and return it."""
+        column = model.column()
+        self.sums.append((column, (terms,)))
+        model.row(WAITS, [(column, -1.0), *terms], upper=0.0)
         return column
 
 
@@ -78,6 +86,7 @@ class _Trip:
     served: tuple[Any, Want]
     column: int
     leg: Leg
+    unit_s: float
     count: int = 1
 
     @property
@@ -86,12 +95,16 @@ class _Trip:
         return self.leg.join and self.leg.join.key
 
     @property
-    def early_s(self) -> float:
-        return self.count * self.leg.early_s
+    def early(self) -> float:
+        return self.count * self.leg.early_s / self.unit_s
 
     @property
-    def latency_s(self) -> float:
-        return self.leg.early * self.leg.join.latency_s if self.leg.join else 0.0
+    def late(self) -> float:
+        return self.count * self.leg.late_s / self.unit_s
+
+    @property
+    def latency(self) -> float:
+        return self.leg.early * self.leg.join.latency_s / self.unit_s if self.leg.join else 0.0
 
     @property
     def buffer_share(self) -> float:
@@ -109,7 +122,7 @@ def add_waits(model: Model, problem: Problem, sharding: Sharding, phase: int) ->
         if trips:
             moments = _moments(problem, sharding, region_class, phase)
             if has_links(problem):
-                moments += [(trip.place, trip.column, trip.leg.late_s) for trip in trips]
+                moments += [(trip.place, trip.column, trip.late) for trip in trips]
             exchanges = list(_late_exchanges(problem, sharding, region_class)) if phase else []
             waits = _waits(model, trips, moments, exchanges, _buffers(trips) if phase else {})
             found.append((waits, region_class.multiplicity))
@@ -121,16 +134,21 @@ def _waits(
     buffers: Mapping[Any, Sequence[_Trip]],
 ) -> Waits:  # fmt: skip
     waits, one = Waits(model.column()), _one(model)
+    together = {key: waits.add_travelling(model, _seconds(found)) for key, found in buffers.items()}
+    up_to: dict[tuple[int, Any], Terms] = defaultdict(list)
     for place, computed in _computed(model, waits, one, trips, moments, exchanges):
-        for link in dict.fromkeys(trip.leg.link for trip in trips if trip.place == place):
-            sooner = [trip for trip in trips if trip.leg.link == link and trip.place <= place]
-            here = [trip for trip in sooner if trip.place == place]
-            for latency in _latencies(here):
-                waits.add_floor(model, WAITS, [*_seconds(sooner), *latency, (computed, -1.0)])
-            for key in dict.fromkeys(trip.key for trip in here if trip.key in buffers):
-                others = _seconds(trip for trip in sooner if trip.key != key)
-                for together in _leaving(buffers[key], place, one):
-                    waits.add_floor(model, WAITS, [*together, *others, (computed, -1.0)])
+        here = [trip for trip in trips if trip.place == place]
+        for way in dict.fromkeys((trip.leg.link, trip.key) for trip in here):
+            added = _seconds(trip for trip in here if (trip.leg.link, trip.key) == way)
+            up_to[way] = [(waits.add_travelling(model, [*up_to[way], *added]), 1.0)]
+        for link in dict.fromkeys(trip.leg.link for trip in here):
+            sooner = {key: terms for (taken, key), terms in up_to.items() if taken == link}
+            for latency in _latencies(trip for trip in here if trip.leg.link == link):
+                waits.add_floor(model, WAITS, [*chain.from_iterable(sooner.values()), *latency, (computed, -1.0)])
+            for key in dict.fromkeys(trip.key for trip in here if trip.leg.link == link and trip.key in buffers):
+                others = [term for other, terms in sooner.items() if other != key for term in terms]
+                for leaving in _leaving(buffers[key], together[key], place, one):
+                    waits.add_floor(model, WAITS, [*leaving, *others, (computed, -1.0)])
     return waits
 
 
@@ -138,7 +156,9 @@ def add_sum_waits(model: Model, problem: Problem, sharding: Sharding) -> Iterato
     """Add the columns and rows of the gradients that stay whole; yield those of each collective, with the link that it takes."""
     by_key: dict[Any, list[_Trip]] = defaultdict(list)
     for leg, served, column, count in sharding.joined.sums:
-        by_key[leg.join and leg.join.key].append(_Trip(_first_place(problem, served), served, column, leg, count))
+        by_key[leg.join and leg.join.key].append(
+            _Trip(_first_place(problem, served), served, column, leg, problem.unit_s, count)
+        )
     if not by_key:
         return
     behind = _behind(problem, sharding, max(trip.place for trips in by_key.values() for trip in trips)[0])
@@ -146,9 +166,10 @@ def add_sum_waits(model: Model, problem: Problem, sharding: Sharding) -> Iterato
     for trips in by_key.values():
         waits, one = Waits(model.column()), _one(model)
         serving = _serving(sharding, trips, one)
+        together = waits.add_travelling(model, [(trip.column, share * trip.early) for trip in trips])
         for place, computed in _computed(model, waits, one, trips, *behind):
-            for together in _leaving(trips, place, one, share, serving):
-                waits.add_floor(model, WAITS, [*together, (computed, -1.0)])
+            for leaving in _leaving(trips, together, place, one, share, serving):
+                waits.add_floor(model, WAITS, [*leaving, (computed, -1.0)])
         yield waits, trips[0].leg.link
 
 
@@ -176,11 +197,11 @@ def _computed(
 ) -> Iterator[tuple[_Place, int]]:
     """Yield each place where something is read, with its column K."""
     places = {trip.place for trip in trips}
-    most_s = sum(_most(trips, lambda trip: trip.early_s + trip.latency_s).values())
+    most = sum(_most(trips, lambda trip: trip.early + trip.latency).values())
     stops: dict[tuple[_Place, bool], list[Terms]] = defaultdict(list)
     for place, is_behind, columns in exchanges:
         if place <= max(places):
-            stops[place, is_behind].append([(one, most_s), *((column, -most_s * weight) for column, weight in columns)])
+            stops[place, is_behind].append([(one, most), *((column, -most * weight) for column, weight in columns)])
     begin = (-1, 0)
     before: Terms = []
     for place in sorted({*places, *(place for place, _ in stops)}):
@@ -197,18 +218,19 @@ def _computed(
 
 
 def _leaving(
-    trips: Sequence[_Trip], place: _Place, one: int, share: float = 1.0, together: Mapping[Any, Terms] | None = None
-) -> Iterator[Terms]:
-    """Yield, for each copy that is read at `place`, a share of what leaves no sooner than its gradient, if it is chosen.
+    trips: Sequence[_Trip], together: int, place: _Place, one: int, share: float = 1.0,
+    serving: Mapping[Any, Terms] | None = None,
+) -> Iterator[Terms]:  # fmt: skip
+    """Yield, for each copy that is read at `place`, what leaves no sooner than its gradient, if it is chosen.
 
-    together: the terms that are 1, beside those of its own, where a copy is one that serves several regions.
+    together: the column of the share of all that leaves. serving: the terms that are 1, beside those of its own, where a copy is
+    one that serves several regions.
     """
-    latency_s = max(trip.latency_s for trip in trips)
-    most_s = latency_s + sum(_most(trips, lambda trip: share * trip.early_s).values())
+    latency = max(trip.latency for trip in trips)
+    most = latency + sum(_most(trips, lambda trip: share * trip.early).values())
     for served in dict.fromkeys(trip.served for trip in trips if trip.place == place):
-        chosen = [*((trip.column, 1.0) for trip in trips if trip.served == served), *(together or {}).get(served, [])]
-        leaving = [(trip.column, share * trip.early_s) for trip in trips]
-        yield [*leaving, *((column, most_s * weight) for column, weight in chosen), (one, latency_s - most_s)]
+        chosen = [*((trip.column, 1.0) for trip in trips if trip.served == served), *(serving or {}).get(served, [])]
+        yield [(together, 1.0), *((column, most * weight) for column, weight in chosen), (one, latency - most)]
 
 
 def _most(trips: Sequence[_Trip], amount: Callable[[_Trip], float]) -> dict[Any, float]:
@@ -225,7 +247,7 @@ def _trips(sharding: Sharding, region_class: RegionClass, phase: int) -> Iterato
         leg = (way.there, way.back)[phase]
         is_each = use.region_class is region_class and use.count == region_class.multiplicity
         if is_each and leg.early and not leg.is_whole_sum:
-            yield _Trip((0, _position(use, served[1])), served, column, leg)
+            yield _Trip((0, _position(use, served[1])), served, column, leg, sharding.joined.problem.unit_s)
 
 
 def _first_place(problem: Problem, served: tuple[Any, Want]) -> _Place:
@@ -268,10 +290,12 @@ def _moments(problem: Problem, sharding: Sharding, region_class: RegionClass, ph
             for op in decision.group.ops:
                 seconds = costs.op_s(decision.group, op, split)[phase]
                 exchanged_s = costs.inner_s(decision.group, op, split)[phase] if has_links(problem) else 0.0
-                found.append(((0, op.position), column, seconds + exchanged_s))
+                found.append(((0, op.position), column, (seconds + exchanged_s) / problem.unit_s))
     if has_links(problem):
         reshards = _reshards(problem, sharding, region_class, phase)
-        found += [((0, _position(use, want)), column, seconds) for use, want, column, seconds in reshards]
+        found += [
+            ((0, _position(use, want)), column, took_s / problem.unit_s) for use, want, column, took_s in reshards
+        ]
     return found
 
 
@@ -331,16 +355,16 @@ def _buffers(trips: Sequence[_Trip]) -> dict[Any, list[_Trip]]:
     }
 
 
-def _latencies(here: Sequence[_Trip]) -> Iterable[Terms]:
+def _latencies(here: Iterable[_Trip]) -> Iterable[Terms]:
     """Return the latency of each copy that joins a collective: of several, the first may have paid that of all."""
     found: dict[Any, Terms] = defaultdict(list)
     for trip in here:
-        found[trip.key and trip.served].append((trip.column, trip.latency_s))
+        found[trip.key and trip.served].append((trip.column, trip.latency))
     return found.values()
 
 
 def _seconds(trips: Iterable[_Trip]) -> Terms:
-    return [(trip.column, trip.early_s) for trip in trips]
+    return [(trip.column, trip.early) for trip in trips]
 
 
 def _one(model: Model) -> int:

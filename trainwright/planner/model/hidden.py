@@ -79,7 +79,7 @@ class Hidden:
         """Return the seconds with E of a solution, whichever λ it was found with."""
         exact = np.array(values, dtype=float)
         for each in reversed(self.waits):
-            for column, sums in each.computed:
+            for column, sums in each.sums:
                 exact[column] = min(_sum(exact, terms) for terms in sums)
             exact[each.column] = max([0.0, *(_sum(exact, terms) for _, terms in each.floors)])
         return float(np.dot(self.model.cost, exact))
@@ -98,11 +98,13 @@ def hide(
     delta = EXPOSED if delta is None else delta
     found: list[Waits] = []
     for phase, computing in enumerate(_computing(problem, sharding, recompute)):
-        exposed, travelling = Waits(model.column(cost=1 - delta)), sharding.joined.travelling[phase]
+        exposed = Waits(model.column(cost=(1 - delta) * problem.unit_s))
+        travelling = sharding.joined.travelling[phase]
         for column, seconds in chain.from_iterable(travelling.values()):
             model.cost[column] -= (1 - delta) * seconds
         for terms in travelling.values():
-            exposed.add_floor(model, HIDDEN, [*terms, *((column, -HIDES * seconds) for column, seconds in computing)])
+            left = [*terms, *((column, -HIDES * seconds) for column, seconds in computing)]
+            exposed.add_floor(model, HIDDEN, [(column, seconds / problem.unit_s) for column, seconds in left])
         classes = add_waits(model, problem, sharding, phase)
         sums = list(add_sum_waits(model, problem, sharding)) if phase else []
         for parts in _in_turn(problem, classes, sums):

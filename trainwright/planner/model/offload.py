@@ -74,7 +74,7 @@ def add_offload(model: Model, problem: Problem, sharding: Sharding, recompute: R
         terms += states if resting is None else taken_there(problem, sharding, recompute, resting)
         model.row(CAPACITY, terms, upper=tier.capacity_bytes / MIB)
     hidden = tier.overlap if resting is None else (1 - SHOWS) * tier.overlap
-    exposed = _Exposed(model, hidden, _unit_s(problem))
+    exposed = _Exposed(model, hidden, problem.unit_s)
     forward, backward = _windows(problem, sharding, recompute, model)
     moved = int if resting is None else resting.moved
     out, back = (
@@ -141,13 +141,6 @@ def _add_in_flight(model: Model, recompute: Recompute, found: list[_Kept]) -> No
         for kept in items:
             size = IN_FLIGHT * kept.num_bytes / MIB / kept.count
             model.row(TRANSFERS, [(recompute.leaves[kept.column], size), (column, -1.0)], upper=0.0)
-
-
-def _unit_s(problem: Problem) -> float:
-    """A thousandth of a step, about: rows hold to 1e-6 of their unit, and a step may take microseconds or minutes."""
-    return max(
-        1e-9, sum(min(map(decision.option_s, range(len(decision.options)))) for decision in problem.decisions) / 1e3
-    )
 
 
 def _windows(problem: Problem, sharding: Sharding, recompute: Recompute, model: Model) -> tuple[Terms, Terms]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from ...program.blocks import RegionClass
 from ...program.factors import Factor
@@ -196,6 +197,12 @@ class Problem:
     def is_long(self) -> bool:
         """Return True if simulations and weak relaxations take so long that the search avoids them where it can."""
         return len(self.program.ops) > MANY_OPS
+
+    @cached_property
+    def unit_s(self) -> float:
+        """A thousandth of a step, about: rows of seconds are in it, since they hold to 1e-6, and a step may take microseconds."""
+        shortest = (min(map(decision.option_s, range(len(decision.options)))) for decision in self.decisions)
+        return max(1e-9, sum(shortest) / 1e3)
 
     @property
     def mesh(self) -> tuple[int, ...]:
