@@ -39,6 +39,8 @@ from .milp import Model, Terms
 from .sharding import Sharding, aligned
 
 WAITS = "what a region waits for"
+NEAR_END = 2
+"""A step's end waits for sums that leave in the backward of so many regions; what leaves sooner, a whole region hides."""
 _Place = tuple[int, int]
 """A region, in the order of the forward, and a position in it."""
 _Moment = tuple[_Place, int, float]
@@ -159,9 +161,7 @@ def add_sum_waits(model: Model, problem: Problem, sharding: Sharding) -> Iterato
         by_key[leg.join and leg.join.key].append(
             _Trip(_first_place(problem, served), served, column, leg, problem.unit_s, count)
         )
-    if not by_key:
-        return
-    behind = _behind(problem, sharding, max(trip.place for trips in by_key.values() for trip in trips)[0])
+    behind = _behind(problem, sharding)
     share = last_buffer_share(sum(decision.count * max(decision.rest_bytes) for decision in problem.params))
     for trips in by_key.values():
         waits, one = Waits(model.column()), _one(model)
@@ -195,12 +195,12 @@ def _computed(
     moments: Sequence[_Moment],
     exchanges: Sequence[_Exchange],
 ) -> Iterator[tuple[_Place, int]]:
-    """Yield each place where something is read, with its column K."""
-    places = {trip.place for trip in trips}
+    """Yield each place where something is read, with its column K; of a whole step, those near its end."""
+    places = {trip.place for trip in trips if trip.place[0] < NEAR_END}
     most = sum(_most(trips, lambda trip: trip.early + trip.latency).values())
     stops: dict[tuple[_Place, bool], list[Terms]] = defaultdict(list)
     for place, is_behind, columns in exchanges:
-        if place <= max(places):
+        if any(place <= each for each in places):
             stops[place, is_behind].append([(one, most), *((column, -most * weight) for column, weight in columns)])
     begin = (-1, 0)
     before: Terms = []
@@ -331,14 +331,15 @@ def _late_exchanges(problem: Problem, sharding: Sharding, region_class: RegionCl
                 yield (0, op.position), False, columns
 
 
-def _behind(problem: Problem, sharding: Sharding, last: int) -> tuple[list[_Moment], list[_Exchange]]:
-    """Return what runs in the backward of the regions up to `last`."""
-    classes = {region.region_class for region in problem.program.regions[: last + 1]}
+def _behind(problem: Problem, sharding: Sharding) -> tuple[list[_Moment], list[_Exchange]]:
+    """Return what runs near the end of the backward."""
+    regions = problem.program.regions[:NEAR_END]
+    classes = {region.region_class for region in regions}
     moments_of = {each: _moments(problem, sharding, each, 1) for each in classes}
     exchanges_of = {each: list(_late_exchanges(problem, sharding, each)) for each in classes}
     moments: list[_Moment] = []
     exchanges: list[_Exchange] = []
-    for region in problem.program.regions[: last + 1]:
+    for region in regions:
         moments += [((region.index, at), *rest) for (_, at), *rest in moments_of[region.region_class]]  # type: ignore[misc]
         exchanges += [((region.index, at), *rest) for (_, at), *rest in exchanges_of[region.region_class]]  # type: ignore[misc]
     return moments, exchanges
