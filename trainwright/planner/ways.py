@@ -256,14 +256,11 @@ class Ways(Space):
     def _beside(self, refused: Infeasible | None = None) -> Iterator[Space]:
         """Yield the space of the recipe that `joint` is held against.
 
-        A search of its own lands on other plans that are as good by the objective, which is off by some tenths of a per cent. It is
-        worth its time where that is soon done, or the price of the answer shows that the objective is off by more.
+        A search of its own lands on plans that the rows let in there, and count too much for in the search of everything.
         refused: why there is no answer; then the recipe is tried for want of one.
         """
         place, rank = self.place, self.rank if refused is None else max(self.rank, RANK_OF_REFUSED)
-        is_off = self.known is not None and self.known.step_s > (1 + CLOSE) * self.known.answer.objective_s
-        is_asked = refused is not None or is_off or place.solver.effort.is_held_against_fsdp
-        if self.recipe != "joint" or place.task.budget_bytes is None or not is_asked:
+        if self.recipe != "joint" or place.task.budget_bytes is None:
             return
         if place.problem.costs.resting is not None:
             return  # the recipe keeps in memory what may rest on disks

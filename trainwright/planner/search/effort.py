@@ -104,15 +104,13 @@ class Effort:
     """True where known shardings always begin with the wide one."""
     worth: float = 0.01
     """The share of a step that all shareable latencies must take for buckets to be worth a search, where nothing is hidden."""
-    is_held_against_fsdp: bool = False
-    """True where `joint` is held against a search of `fsdp` by itself."""
 
     @classmethod
     def of(cls, problem: Problem) -> Effort:
         """Return the thresholds for the size of a problem."""
         fields: dict[str, object] = {}
         if problem.is_quick:
-            fields |= dict.fromkeys(("bisects_known", "begins_wide", "is_wide", "is_held_against_fsdp"), True)
+            fields |= dict.fromkeys(("bisects_known", "begins_wide", "is_wide"), True)
         if problem.is_long:
             fields |= {"simulates_below": cls.tries_below}
         if is_large(problem):
