@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.builders import Blocks, question, task, tiny_program
+from tests.builders import Blocks, blocks_program, question, task, tiny_program
 from tests.planner_ranks import run_ranks, shard, whole_values
 from trainwright.artifacts import Refusal
 from trainwright.capture.export import capture
@@ -79,6 +79,19 @@ def test_a_mesh_that_cannot_win_is_not_solved(searched):
     first, other = searched[0][0].place, task(tiny_program("gpt2-tiny"), "4xh100", mesh=(2, 2)).places[0]
     assert first.shape == "4"
     assert ("2x2" in shapes) == (other.solver.lower_bound_s() < searched[0][0].known.step_s * (1 - GAP))
+
+
+@pytest.mark.parametrize("few_ops", [200, 0])
+def test_wherever_memory_binds_fsdp_is_searched_by_itself(searched, monkeypatch, few_ops):
+    """Of short and of long programs: rows may count too much for what they let in there."""
+    monkeypatch.setattr("trainwright.planner.problem.problem.FEW_OPS", few_ops)
+    (place,) = task(blocks_program(2, 2048), "2xh100", mesh=(2,), budget_bytes=220_000).places
+    assert solve_on(place, "joint").binds
+    assert any(space.is_beside for space, _ in searched)
+    searched.clear()
+    place.task.budget_bytes = None
+    assert not solve_on(place, "joint").binds
+    assert not any(space.is_beside for space, _ in searched)
 
 
 def test_no_mesh_takes_more_than_half_of_the_time_that_is_left(searched):

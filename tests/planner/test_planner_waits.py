@@ -42,6 +42,7 @@ def price_of(place, way: str, options) -> Price:
         ("llama-tiny", "2xh100", (2,), 2e-3),  # much is hidden, of which a share counts as exposed
         ("bert-tiny", "8xa100", (8,), 1e-3),
         ("gpt2-tiny", "2xh100", (2,), 3e-3),  # two regions read the embedding
+        ("vit-tiny", "2x4xa100", (2, 4), 1e-2),  # nodes and GPUs have links of their own
     ],
 )
 def test_what_a_region_waits_for_is_what_the_clocks_say(monkeypatch, name, hardware, mesh, within, max_num_ops):
@@ -87,3 +88,10 @@ def test_a_search_that_was_stopped_proves_nothing(monkeypatch, outcome):
     refused = place.solver.within(settings, place.task.budget_bytes)
     assert isinstance(refused, Infeasible)
     assert (refused.outcome, refused.bound_s) == (outcome, 1.0 if outcome is Outcome.SLOWER else 0.0)
+
+
+def test_an_exchange_over_one_of_two_links_waits_for_the_sums_on_it():
+    """Behind it nothing is hidden any more, though another link is free."""
+    (place,) = task(tiny_program("gpt2-tiny"), "2x4xa100", mesh=(2, 4)).places
+    answer = solve_on(place, "joint")
+    assert answer.objective_s == pytest.approx(place.overlapped(answer)[1].step_s, rel=5e-3)

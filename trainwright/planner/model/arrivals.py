@@ -16,7 +16,7 @@ Gradients that stay whole share one bucket for the whole step. The last buffer, 
 
     E ≥ s · Σ {sums} − K_p − M · (1 − f_p)           for every member p, with K_p from the first region on
 
-An exchange g in the backward goes over the same link behind all that is on its way. What runs after it hides nothing:
+An exchange g in the backward goes over its link behind all that is on its way there. What runs after it hides none of that:
 
     K_q ≤ M · (1 − g)           q: where the exchange is
 
@@ -27,16 +27,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
 from ...program.blocks import RegionClass
+from ...program.layout import Layout
+from ...program.transition import gradient_layout, transition
 from ...rank.travel import last_buffer_share, regions_ahead
 from ..problem.problem import Problem, Use, Want
 from .joined import Leg
 from .milp import Model, Terms
-from .sharding import Sharding, aligned
+from .sharding import Sharding, flow_s, has_one_want
 
 WAITS = "what a region waits for"
 NEAR_END = 2
@@ -45,8 +47,18 @@ _Place = tuple[int, int]
 """A region, in the order of the forward, and a position in it."""
 _Moment = tuple[_Place, int, float]
 """Where something runs, the column that chooses it, and what it takes, in units of `unit_s`."""
-_Exchange = tuple[_Place, bool, Terms]
-"""Where an exchange is; whether what is read there is on its way by then; the columns of which one chooses it."""
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """An exchange in the backward, which goes over its links behind all that is on its way there."""
+
+    place: _Place
+    is_behind: bool
+    """True if the gradient of what is read there is on its way by then."""
+    links: frozenset[int]
+    columns: tuple[int, ...]
+    """Those of which one chooses it."""
 
 
 @dataclass(eq=False)
@@ -85,7 +97,8 @@ class _Trip:
 
     place: _Place
     """Where the parameter is first read."""
-    served: tuple[Any, Want]
+    served: Any
+    """Whom it serves: of all trips that serve the same, one is chosen at most."""
     column: int
     leg: Leg
     unit_s: float
@@ -136,18 +149,19 @@ def _waits(
     buffers: Mapping[Any, Sequence[_Trip]],
 ) -> Waits:  # fmt: skip
     waits, one = Waits(model.column()), _one(model)
-    together = {key: waits.add_travelling(model, _seconds(found)) for key, found in buffers.items()}
-    up_to: dict[tuple[int, Any], Terms] = defaultdict(list)
-    for place, computed in _computed(model, waits, one, trips, moments, exchanges):
-        here = [trip for trip in trips if trip.place == place]
-        for way in dict.fromkeys((trip.leg.link, trip.key) for trip in here):
-            added = _seconds(trip for trip in here if (trip.leg.link, trip.key) == way)
-            up_to[way] = [(waits.add_travelling(model, [*up_to[way], *added]), 1.0)]
-        for link in dict.fromkeys(trip.leg.link for trip in here):
-            sooner = {key: terms for (taken, key), terms in up_to.items() if taken == link}
-            for latency in _latencies(trip for trip in here if trip.leg.link == link):
+    for link in dict.fromkeys(trip.leg.link for trip in trips):
+        taken = [trip for trip in trips if trip.leg.link == link]
+        keys = [key for key in dict.fromkeys(trip.key for trip in taken) if key in buffers]
+        together = {key: waits.add_travelling(model, _seconds(buffers[key])) for key in keys}
+        sooner: dict[Any, Terms] = defaultdict(list)
+        for place, computed in _computed(model, waits, one, taken, moments, exchanges):
+            here = [trip for trip in taken if trip.place == place]
+            for key in dict.fromkeys(trip.key for trip in here):
+                added = _seconds(trip for trip in here if trip.key == key)
+                sooner[key] = [(waits.add_travelling(model, [*sooner[key], *added]), 1.0)]
+            for latency in _latencies(here):
                 waits.add_floor(model, WAITS, [*chain.from_iterable(sooner.values()), *latency, (computed, -1.0)])
-            for key in dict.fromkeys(trip.key for trip in here if trip.leg.link == link and trip.key in buffers):
+            for key in dict.fromkeys(trip.key for trip in here if trip.key in buffers):
                 others = [term for other, terms in sooner.items() if other != key for term in terms]
                 for leaving in _leaving(buffers[key], together[key], place, one):
                     waits.add_floor(model, WAITS, [*leaving, *others, (computed, -1.0)])
@@ -159,7 +173,7 @@ def add_sum_waits(model: Model, problem: Problem, sharding: Sharding) -> Iterato
     by_key: dict[Any, list[_Trip]] = defaultdict(list)
     for leg, served, column, count in sharding.joined.sums:
         by_key[leg.join and leg.join.key].append(
-            _Trip(_first_place(problem, served), served, column, leg, problem.unit_s, count)
+            _Trip(_first_place(problem, served), _served(sharding, served), column, leg, problem.unit_s, count)
         )
     behind = _behind(problem, sharding)
     share = last_buffer_share(sum(decision.count * max(decision.rest_bytes) for decision in problem.params))
@@ -179,8 +193,8 @@ def _serving(sharding: Sharding, trips: Sequence[_Trip], one: int) -> dict[Any, 
     for trip in trips:
         copies[trip.served].append((trip.column, 1.0))
     found: dict[Any, Terms] = {}
-    for use, want in (trip.served for trip in trips if isinstance(trip.served[0], Use)):
-        if (use.source, want) in copies:
+    for tied in sharding.tied:
+        for use, want in ((use, want) for use in tied.uses for want in tied.wants if (use, want) in copies):
             reader = next(demand for demand in use.demands if sharding.wanting(demand, want))
             wanted = [(column, 1.0) for column in sharding.wanting(reader, want)]
             found[use, want] = [*copies[use.source, want], *wanted, (one, -1.0)]
@@ -188,20 +202,17 @@ def _serving(sharding: Sharding, trips: Sequence[_Trip], one: int) -> dict[Any, 
 
 
 def _computed(
-    model: Model,
-    waits: Waits,
-    one: int,
-    trips: Sequence[_Trip],
-    moments: Sequence[_Moment],
+    model: Model, waits: Waits, one: int, trips: Sequence[_Trip], moments: Sequence[_Moment],
     exchanges: Sequence[_Exchange],
-) -> Iterator[tuple[_Place, int]]:
-    """Yield each place where something is read, with its column K; of a whole step, those near its end."""
+) -> Iterator[tuple[_Place, int]]:  # fmt: skip
+    """Yield each place where a trip over one link is read, with its column K; of a whole step, those near its end."""
     places = {trip.place for trip in trips if trip.place[0] < NEAR_END}
-    most = sum(_most(trips, lambda trip: trip.early + trip.latency).values())
+    most = _most(trips, lambda trip: trip.early + trip.latency)
     stops: dict[tuple[_Place, bool], list[Terms]] = defaultdict(list)
-    for place, is_behind, columns in exchanges:
-        if any(place <= each for each in places):
-            stops[place, is_behind].append([(one, most), *((column, -most * weight) for column, weight in columns)])
+    for exchange in exchanges:
+        if trips[0].leg.link in exchange.links and any(exchange.place <= place for place in places):
+            terms = [(one, most), *((column, -most) for column in exchange.columns)]
+            stops[exchange.place, exchange.is_behind].append(terms)
     begin = (-1, 0)
     before: Terms = []
     for place in sorted({*places, *(place for place, _ in stops)}):
@@ -227,18 +238,18 @@ def _leaving(
     one that serves several regions.
     """
     latency = max(trip.latency for trip in trips)
-    most = latency + sum(_most(trips, lambda trip: share * trip.early).values())
+    most = latency + _most(trips, lambda trip: share * trip.early)
     for served in dict.fromkeys(trip.served for trip in trips if trip.place == place):
         chosen = [*((trip.column, 1.0) for trip in trips if trip.served == served), *(serving or {}).get(served, [])]
         yield [(together, 1.0), *((column, most * weight) for column, weight in chosen), (one, latency - most)]
 
 
-def _most(trips: Sequence[_Trip], amount: Callable[[_Trip], float]) -> dict[Any, float]:
-    """Return the most that each copy amounts to, which is served from one layout."""
+def _most(trips: Sequence[_Trip], amount: Callable[[_Trip], float]) -> float:
+    """Return the most that trips amount to, where each copy is served from one layout."""
     most: dict[Any, float] = defaultdict(float)
     for trip in trips:
         most[trip.served] = max(most[trip.served], amount(trip))
-    return most
+    return sum(most.values())
 
 
 def _trips(sharding: Sharding, region_class: RegionClass, phase: int) -> Iterator[_Trip]:
@@ -247,7 +258,15 @@ def _trips(sharding: Sharding, region_class: RegionClass, phase: int) -> Iterato
         leg = (way.there, way.back)[phase]
         is_each = use.region_class is region_class and use.count == region_class.multiplicity
         if is_each and leg.early and not leg.is_whole_sum:
-            yield _Trip((0, _position(use, served[1])), served, column, leg, sharding.joined.problem.unit_s)
+            place = (0, _position(use, served[1]))
+            yield _Trip(place, _served(sharding, served), column, leg, sharding.joined.problem.unit_s)
+
+
+def _served(sharding: Sharding, served: tuple[Any, Want]) -> Any:
+    """Return what has one copy at most: a reader that asks for one, whichever that is, or else one copy that a reader asks for."""
+    reader, _ = served
+    is_one = isinstance(reader, Use) and has_one_want(reader)
+    return reader if is_one and all(reader.source is not tied.source for tied in sharding.tied) else served
 
 
 def _first_place(problem: Problem, served: tuple[Any, Want]) -> _Place:
@@ -294,54 +313,50 @@ def _moments(problem: Problem, sharding: Sharding, region_class: RegionClass, ph
     if has_links(problem):
         reshards = _reshards(problem, sharding, region_class, phase)
         found += [
-            ((0, _position(use, want)), column, took_s / problem.unit_s) for use, want, column, took_s in reshards
+            ((0, _position(use, want)), column, took_s / problem.unit_s) for (use, _, want), column, took_s in reshards
         ]
     return found
 
 
 def _reshards(
     problem: Problem, sharding: Sharding, region_class: RegionClass, phase: int
-) -> Iterator[tuple[Use, Want, int, float]]:
-    """Yield the reshards of activations that take time: whom each serves, the column that chooses it, and its seconds."""
-    for (use, native, want), column in sharding.flow.items():
-        if use.region_class is region_class and not use.source.is_param:
-            times = problem.costs.edge_s(use.source.tensor, native, *aligned(use, native, want))
-            if times is not None and times[phase]:
-                yield use, want, column, times[phase]
+) -> Iterator[tuple[tuple[Use, Layout, Want], int, float]]:
+    """Yield the reshards of activations that take time, each with the column that chooses it and its seconds."""
+    for key, column in sharding.flow.items():
+        if key[0].region_class is region_class and not key[0].source.is_param:
+            seconds = flow_s(problem, *key)[phase]
+            if seconds:
+                yield key, column, seconds
 
 
 def _late_exchanges(problem: Problem, sharding: Sharding, region_class: RegionClass) -> Iterator[_Exchange]:
-    """Yield where the backward of a region exchanges over the one link that there is."""
-    if has_links(problem):
-        return
-    columns_of: dict[tuple[Use, Want], Terms] = defaultdict(list)
-    for use, want, column, _ in _reshards(problem, sharding, region_class, 1):
-        columns_of[use, want].append((column, 1.0))
-    for (use, want), columns in columns_of.items():
-        yield (0, min(_positions(use, want))), True, columns
+    """Yield the exchanges in the backward of a region: reshards of activations, and those inside of ops."""
+    links = problem.costs.links
+    found: dict[Any, list[int]] = defaultdict(list)
+    for (use, native, want), column, _ in _reshards(problem, sharding, region_class, 1):
+        steps = transition(want[1], gradient_layout(native))
+        taken = frozenset(links[step.axis] for step in steps if step.kind != "slice")
+        found[min(_positions(use, want)), _served(sharding, (use, want)), taken].append(column)
+    for (position, _, taken), columns in found.items():
+        yield _Exchange((0, position), True, taken, tuple(columns))
     for decision in problem.of_class(region_class):
         assert decision.group is not None
         for op in decision.group.ops:
-            columns = [
-                (column, 1.0)
-                for split, column in zip(decision.options, sharding.choice[decision])
-                if problem.costs.inner_s(decision.group, op, split)[1]
-            ]
-            if columns:
-                yield (0, op.position), False, columns
+            inner = [problem.costs.inner_s(decision.group, op, split)[1] for split in decision.options]
+            chosen = tuple(column for column, took_s in zip(sharding.choice[decision], inner) if took_s)
+            if chosen:
+                yield _Exchange((0, op.position), False, frozenset(links), chosen)
 
 
 def _behind(problem: Problem, sharding: Sharding) -> tuple[list[_Moment], list[_Exchange]]:
     """Return what runs near the end of the backward."""
-    regions = problem.program.regions[:NEAR_END]
-    classes = {region.region_class for region in regions}
-    moments_of = {each: _moments(problem, sharding, each, 1) for each in classes}
-    exchanges_of = {each: list(_late_exchanges(problem, sharding, each)) for each in classes}
     moments: list[_Moment] = []
     exchanges: list[_Exchange] = []
-    for region in regions:
-        moments += [((region.index, at), *rest) for (_, at), *rest in moments_of[region.region_class]]  # type: ignore[misc]
-        exchanges += [((region.index, at), *rest) for (_, at), *rest in exchanges_of[region.region_class]]  # type: ignore[misc]
+    for region in problem.program.regions[:NEAR_END]:
+        for (_, position), column, seconds in _moments(problem, sharding, region.region_class, 1):
+            moments.append(((region.index, position), column, seconds))
+        for exchange in _late_exchanges(problem, sharding, region.region_class):
+            exchanges.append(replace(exchange, place=(region.index, exchange.place[1])))
     return moments, exchanges
 
 
@@ -351,9 +366,7 @@ def _buffers(trips: Sequence[_Trip]) -> dict[Any, list[_Trip]]:
     for trip in trips:
         if trip.key is not None:
             found[trip.key].append(trip)
-    return {
-        key: trips for key, trips in found.items() if sum(_most(trips, lambda trip: trip.buffer_share).values()) <= 1.0
-    }
+    return {key: trips for key, trips in found.items() if _most(trips, lambda trip: trip.buffer_share) <= 1.0}
 
 
 def _latencies(here: Iterable[_Trip]) -> Iterable[Terms]:

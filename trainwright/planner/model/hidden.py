@@ -50,7 +50,7 @@ class Hidden:
 
     model: Model
     waits: tuple[Waits, ...]
-    """E of each phase, each followed by the E_c of its classes."""
+    """E of each phase, each followed by the E_c of its classes and, of the backward, by each E_w."""
 
     def weighed(self, relaxation: Relaxation, time_limit_s: float, deadline: Deadline) -> dict[int, float]:
         """Return the costs with each λ at its row's dual in the relaxation, 0 where that is unknown, and charge it by them."""

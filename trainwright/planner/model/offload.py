@@ -25,7 +25,7 @@ from .milp import MIB, Model, Terms
 from .offload_states import add_states, moved_terms, update_terms
 from .recompute import Recompute
 from .resting import add_resting, taken_there
-from .sharding import Sharding, aligned
+from .sharding import Sharding, flow_s
 
 LEAVES = "what is kept stays or leaves"
 TRANSFERS = "what is offloaded is moved"
@@ -153,16 +153,15 @@ def _windows(problem: Problem, sharding: Sharding, recompute: Recompute, model: 
             out.append((column, decision.count * (decision.forward_s[option] + there)))
             back.append((column, decision.count * (decision.backward_s[option] + again)))
     for (use, native, want), column in sharding.flow.items():
-        times = problem.costs.edge_s(use.source.tensor, native, *aligned(use, native, want))
-        assert times is not None, "a flow has seconds"
+        times = flow_s(problem, use, native, want)
         out.append((column, use.count * times[0]))
         back.append((column, use.count * times[1]))
     for (source, native, want), column in sharding.shared.items():
         gradient = want[1] if source.tensor.requires_grad else native
-        times = problem.costs.edge_s(source.tensor, native, want[0], gradient)
-        assert times is not None, "what is shared has seconds"
-        out.append((column, times[0]))
-        back.append((column, times[1]))
+        shared_s = problem.costs.edge_s(source.tensor, native, want[0], gradient)
+        assert shared_s is not None, "what is shared has seconds"
+        out.append((column, shared_s[0]))
+        back.append((column, shared_s[1]))
     for column in (*recompute.rerun.values(), *recompute.convert.values()):
         back.append((column, model.cost[column]))
     return out, back

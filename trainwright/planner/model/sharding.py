@@ -192,6 +192,13 @@ def _add_flow(model: Model, problem: Problem, sharding: Sharding, use: Use) -> N
                 model.row(SUPPLY, ones(together) + ones(columns, -1.0), upper=0.0)
 
 
+def flow_s(problem: Problem, use: Use, native: Layout, want: Want) -> tuple[float, float]:
+    """Return the seconds, there and back, of one change of layout that is offered."""
+    times = problem.costs.edge_s(use.source.tensor, native, *aligned(use, native, want))
+    assert times is not None, "a flow has seconds"
+    return times
+
+
 def aligned(use: Use, native: Layout, want: Want) -> Want:
     """Return a want as it is served; a tensor without gradient has none to bring back."""
     return want if use.tensor.requires_grad else (want[0], native)
