@@ -15,6 +15,7 @@ from trainwright.program.decisions import OVERLAPS, Overlap
 from trainwright.rank.buckets import Bucket
 from trainwright.rank.instructions import Close, Open
 from trainwright.rank.local import LocalProgram, build_local
+from trainwright.rank.reruns import Rerun, gathering_before
 from trainwright.rank.reshard import SimulatedCommunicator
 
 
@@ -75,6 +76,14 @@ def test_what_is_gathered_again_is_gathered_ahead() -> None:
     assert any(
         products_in_flight([event for event in backward if "issue" in event or "wait" in event or event == "product"])
     )
+
+
+def test_only_the_region_directly_before_is_gathered_ahead() -> None:
+    """What is gathered sooner is held while the regions between run, which gather nothing again."""
+    gathering, other = (Rerun(gathers={Bucket((), ahead): {}}) for ahead in (True, False))
+    reruns = {0: gathering, 2: gathering, 3: gathering, 4: other, 5: gathering}
+    segments = [(region, region, region + 1) for region in range(6)]
+    assert gathering_before(reruns, segments) == {3: 2}
 
 
 @pytest.mark.parametrize("overlap", slow_but(["buckets"], OVERLAPS))

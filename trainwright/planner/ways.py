@@ -140,7 +140,8 @@ class Ways(Space):
     def _settings(self, incumbent: Incumbent) -> Settings:
         """Return what the way is asked: anything that fits, or what is faster than the ways before, in a part of the time."""
         settings = self.place.settings(self.recipe, incumbent.cutoff_s(self.place))
-        settings.seeks_least = self.known is None and math.isinf(settings.cutoff_s)
+        has_answer = self.known is not None or (self.is_beside and self.refused is None)
+        settings.seeks_least = not has_answer and math.isinf(settings.cutoff_s)
         if self.is_beside:
             narrow = restriction(self.place.problem, _KNOWN).allowed
             given = self.place.restriction("joint")

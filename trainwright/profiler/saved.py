@@ -90,8 +90,8 @@ class OpRecord:
     saved_inputs: frozenset[int]
     """Positions of the tensor arguments whose memory is saved."""
     saved_outputs: frozenset[int]
-    internal_bytes: int
-    """The bytes saved that are neither an argument nor an output: statistics, masks."""
+    internals: tuple[int, ...]
+    """The bytes of each tensor that is saved and is neither an argument nor an output: statistics, masks."""
     backward_bytes: int
     """The peak bytes of the op's backward, beyond what was saved and its incoming gradient."""
     forward_bytes: int
@@ -224,7 +224,7 @@ def summary(
         tuple(backward.calls),
         frozenset(place for place, key in enumerate(ins) if key in keys),
         frozenset(place for place, key in enumerate(outs) if key in keys and key not in ins),
-        sum(inner.values()),
+        tuple(inner.values()),
         backward.tracker.peak_bytes,
         forward.tracker.peak_bytes - forward_left,
         {place: ins.index(key) for place, key in enumerate(outs) if key in ins},

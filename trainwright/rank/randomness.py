@@ -139,6 +139,15 @@ def _switched(function: WithState, mode: Literal["training", "dropout"], off: tu
     return switched
 
 
+def without_fused_dropout(op: Op, target: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Return the arguments under which `op` runs on fake tensors the kernel that `target` runs: a fused one draws no mask."""
+    rule = find(op.name)
+    if target != "gpu" or not rule.fused_on_gpu or rule.dropout is None:
+        return args, kwargs
+    name, value = rule.dropout
+    return replace_arg(args, kwargs, argument_place(op.node.target, name), name, value)
+
+
 def _plain(function: Callable[..., Any]) -> WithState:
     return lambda state, *args, **kwargs: function(*args, **kwargs)
 

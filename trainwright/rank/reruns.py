@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -104,7 +105,10 @@ def _is_view(local: LocalProgram, producers: Producers, value: int, region: int)
 
 
 def gathering_before(reruns: Mapping[int, Rerun], segments: Sequence[tuple[int, int, int]]) -> dict[int, int]:
-    """Return, for each region that gathers parameters again ahead, the one before it, whose backward comes next."""
-    order = [region for region in dict.fromkeys(region for region, _, _ in segments) if region in reruns]
-    gathering = [region for region in order if any(bucket.ahead for bucket in reruns[region].gathers)]
-    return dict(zip(gathering[1:], gathering))
+    """Return, for each region that gathers parameters again ahead, the one directly before it where that does too.
+
+    Copies that were gathered sooner would be held while the regions between run.
+    """
+    order = list(dict.fromkeys(region for region, _, _ in segments))
+    gathering = {region for region in reruns if any(bucket.ahead for bucket in reruns[region].gathers)}
+    return {region: before for before, region in itertools.pairwise(order) if {before, region} <= gathering}

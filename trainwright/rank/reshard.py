@@ -193,16 +193,23 @@ class Route:
         num, lead, each, tail = parts.shape
         if lead == 1:
             return parts.view(num * each, tail)[:size].reshape(shape)
-        return parts.transpose(0, 1).reshape(lead, num * each, tail)[:, :size].reshape(shape)
+        # a result with gaps would be copied once more by an op that reads it, which would save the copy
+        if size == num * each:
+            return parts.transpose(0, 1).contiguous().view(shape)
+        ranges = [chunk(size, num, rank) for rank in range(num)]
+        return torch.cat([part[:, : stop - start] for part, (start, stop) in zip(parts, ranges)], dim=1).reshape(shape)
 
     def _before_scatter(self, step: Step, x: Tensor) -> Tensor:
         num = self.communicator.mesh[step.axis]
         lead, whole, tail = x.shape
         each = -(-whole // num)
-        if whole < num * each:
+        is_new = whole < num * each
+        if is_new:
             x = torch.nn.functional.pad(x, (0, 0, 0, num * each - whole))
         pieces = x.view(lead, num, each, tail).transpose(0, 1)
-        return pieces.clone(memory_format=torch.contiguous_format) if lead == 1 else pieces.contiguous()
+        if lead > 1 or is_new:
+            return pieces.contiguous()
+        return pieces.clone(memory_format=torch.contiguous_format)  # it is reduced in place
 
     def _exchange(self, step: Step, x: Tensor) -> Tensor:
         """Cut the target slot, send the pieces, and join what arrives along the source slot."""
@@ -216,7 +223,11 @@ class Route:
         pieces = [x.narrow(target, low, high - low).reshape(-1) for low, high in cuts]
         shapes = [_with(_with(before, target, after[target]), source, high - low) for low, high in joins]
         lengths = [math.prod(shape) for shape in shapes]
-        flat = self.communicator.all_to_all(step.axis, torch.cat(pieces), [piece.numel() for piece in pieces], lengths)
+        sent = [piece.numel() for piece in pieces]
+        x = torch.cat(pieces)
+        del pieces  # where they were copied, nothing of them need stay
+        flat = self.communicator.all_to_all(step.axis, x, sent, lengths)
+        del x
         joined = torch.cat([part.view(shape) for part, shape in zip(flat.split(lengths), shapes)], dim=source)
         return joined.reshape(local_shape(self.shape, self.slots, step.after, mesh, coords))
 

@@ -33,6 +33,7 @@ from ...program.transition import Step, gradient_layout, step_bytes, transition
 from ...rank.early_sums import said_by_the_batch
 from ...rank.local import consecutive_range, sampled_form
 from ...rank.offload import MIN_BYTES
+from ...rank.randomness import without_fused_dropout
 from ...tiers import Policy
 from ...torch_internals.fakes import FakeMode, new_mode
 from .update import Updates
@@ -154,7 +155,7 @@ class CostModel:
     _inner: dict[tuple[Op, tuple[int, ...]], Inner] = field(default_factory=dict)
     _moves: dict[tuple[Any, ...], float] = field(default_factory=dict)
     _steps: dict[tuple[Any, ...], float] = field(default_factory=dict)
-    _changes: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    _changes: dict[tuple[Any, ...], tuple[int, int]] = field(default_factory=dict)
 
     @cached_property
     def mesh(self) -> tuple[int, ...]:
@@ -200,15 +201,21 @@ class CostModel:
 
     def change_bytes(self, tensor: Tensor, source: Layout, target: Layout) -> int:
         """Return the peak bytes that a reshard holds beside its operand, its result included."""
-        if source == target:
-            return 0
+        return self._held_bytes(tensor, source, target)[0]
+
+    def copy_bytes(self, tensor: Tensor, source: Layout, target: Layout) -> int:
+        """Return the memory that a tensor in `target` takes if it was made from one in `source`: a gather's result is padded."""
+        return self._held_bytes(tensor, source, target)[1] or self.block_bytes(tensor, target)
+
+    def _held_bytes(self, tensor: Tensor, source: Layout, target: Layout) -> tuple[int, int]:
+        """Return the bytes that a reshard holds at its peak, and when it is done."""
         key = (tensor.slots, tensor.dtype.itemsize, source, target)
         if key not in self._changes:
             most = made = 0
             for step in transition(source, target):
                 taken, left = held_bytes(step, tensor.slots, tensor.dtype.itemsize, self.mesh)
                 most, made = max(most, made + self.taken_bytes(taken)), self.taken_bytes(left)
-            self._changes[key] = most
+            self._changes[key] = most, made
         return self._changes[key]
 
     def step_s(self, step: Any, slots: Sequence[Slot], itemsize: int) -> float:
@@ -309,15 +316,20 @@ class CostModel:
         return int(whole * self.work_share(group, op, split)) if own is None else own.forward_bytes
 
     def internal_bytes(self, group: Group, op: Op, split: Split) -> int:
-        """Return the bytes that `op` saves and that are neither inputs nor outputs."""
-        own = self._own_record(group, op, split)
-        whole = self.records[op].internal_bytes
-        return int(whole * self.work_share(group, op, split)) if own is None else own.internal_bytes
+        """Return the memory that `op` saves and that is neither an input nor an output; copies of inputs are."""
+        found, whole = self._inner_of(group, op, split).record, self.records[op]
+        if found is None:
+            share = self.work_share(group, op, split)
+            return sum(self.taken_bytes(int(num_bytes * share)) for num_bytes in whole.internals)
+        # measured on inputs without gaps, of which it saves some as they are; the whole op saved copies of them
+        copied = found.saved_inputs - whole.saved_inputs if whole.internals else ()
+        copies = [self.local_bytes(op.inputs[place], group.input_layout(op, place, split)[0]) for place in copied]
+        return sum(map(self.taken_bytes, (*found.internals, *copies)))
 
     def has_internals(self, group: Group, op: Op, split: Split) -> bool:
         """Tell whether `op` saves anything that is neither an input nor an output."""
         sampled = self._inner_of(group, op, split).record if self._is_sampled(op, split) else None
-        return bool((sampled or self.records[op]).internal_bytes)
+        return any((sampled or self.records[op]).internals)
 
     def saved_inputs(self, group: Group, op: Op, split: Split) -> frozenset[int]:
         """Return the places of the tensor arguments whose memory the backward of `op` needs."""
@@ -332,6 +344,16 @@ class CostModel:
 
     def _is_sampled(self, op: Op, split: Split) -> bool:
         return share_of(split) > 0 and can_sample(op)
+
+    def saves_unevenly(self, group: Group, op: Op, split: Split) -> bool:
+        """Tell whether `op` may save another share of what is neither input nor output than it runs.
+
+        It does where it reads an input whole that it saves a copy of, as attention does whose queries alone are split.
+        """
+        places = [k for k, tensor in enumerate(op.inputs) if tensor.num_bytes in self.records[op].internals]
+        parts = [self.local_shape(op.inputs[k], group.input_layout(op, k, split)[0]) for k in places]
+        is_cut = [part != op.inputs[k].shape for k, part in zip(places, parts)]
+        return any(is_cut) and not all(is_cut)
 
     def _own_record(self, group: Group, op: Op, split: Split) -> OpRecord | None:
         """Return the measured costs of the rank's part of `op`, where its size is not the product of its loops' shares."""
@@ -379,7 +401,8 @@ class CostModel:
         return self.block_bytes(op.inputs[place], group.input_layout(op, place, split)[1])
 
     def _inner_of(self, group: Group, op: Op, split: Split) -> Inner:
-        is_plain = find(op.name).localize is None or all(loop < 0 for loop in split)
+        is_whole = all(loop < 0 for loop in split)
+        is_plain = is_whole or (find(op.name).localize is None and not self.saves_unevenly(group, op, split))
         if is_plain and not self._is_sampled(op, split):
             return Inner()
         key = (op, split)
@@ -482,16 +505,24 @@ def whole_pieces(tensor: Tensor, layout: Layout, reads: str) -> Layout:
 
 
 def held_bytes(step: Step, slots: Sequence[Slot], itemsize: int, mesh: Sequence[int]) -> tuple[int, int]:
-    """Return the bytes that one step of a reshard allocates beside its operand, and the bytes of its result.
+    """Return the bytes that one step of a reshard allocates beside its operand, and those of the memory of its result.
 
-    Parts that are not consecutive in memory are copied before they are sent and after they have come.
+    Parts that are not consecutive in memory are copied before they are sent and after they have come. A gather brings as much
+    from every rank, so a result that is not copied lies in memory that is padded.
     """
     before, after = (local_sizes(slots, layout, mesh, None) for layout in (step.before, step.after))
     given, left = itemsize * math.prod(before), itemsize * math.prod(after)
+    is_consecutive = math.prod(before[: step.slot]) == 1
     if step.kind == "all_gather":
-        return left if math.prod(before[: step.slot]) == 1 else 2 * left, left
-    copies = {"all_reduce": 0, "slice": 0, "reduce_scatter": given, "all_to_all": given + left}
-    return copies[step.kind] + left, left
+        padded = given * mesh[step.axis]
+        return (padded, padded) if is_consecutive else (padded + left, left)
+    if step.kind == "reduce_scatter":
+        padded = left * mesh[step.axis]
+        return padded + (left if is_consecutive or padded == given else padded), left
+    if step.kind == "all_to_all":
+        pieces = 0 if math.prod(before[: step.slot]) == 1 else given
+        return max(given + max(pieces, left), 2 * left), left
+    return left, left
 
 
 class TimedAxes:
@@ -557,10 +588,13 @@ def _inner_costs(context: _Probe, op: Op) -> Inner:
     args, kwargs = torch.fx.map_arg((op.node.args, op.node.kwargs), lambda node: next(queue))
     args, kwargs = tuple(args), dict(kwargs)
     function: Callable[..., Any] = op.node.target  # type: ignore[assignment]
+    target = context.costs.device.kind
+    args, kwargs = without_fused_dropout(op, target, args, kwargs)
     if rule is not None:
         function, args, kwargs = rule(context, function, args, kwargs)
     sampled = sampled_form(op, function, context.chosen)
-    if not context.asked and not find(op.name).by_running and sampled is None:
+    is_uneven = context.costs.saves_unevenly(context.group, op, context.chosen)
+    if not (context.asked or is_uneven or find(op.name).by_running or sampled is not None):
         return Inner()
     function = sampled or function
     sum_s, may_be_early = 0.0, False
@@ -569,7 +603,6 @@ def _inner_costs(context: _Probe, op: Op) -> Inner:
         function = partial(function.function, function.total(args))
         sum_s, context.total = context.total, 0.0
     saved: list[torch.Tensor] = []
-    target = context.costs.device.kind
     forward, backward = CallCounter(target), CallCounter(target)
     with (
         torch.autograd.graph.saved_tensors_hooks(lambda tensor: _noted(tensor, saved), lambda tensor: tensor),
@@ -577,14 +610,16 @@ def _inner_costs(context: _Probe, op: Op) -> Inner:
     ):
         out = function(*args, **kwargs)
     forward_s, left = context.total, forward.tracker.live_bytes
-    if out.requires_grad:
-        backward.tracker.watch([*values, *saved, out], "input")
+    outs = [out] if isinstance(out, torch.Tensor) else list(out)
+    if trained := [each for each in outs if each.requires_grad]:
+        backward.tracker.watch([*values, *saved, *outs], "input")
         with backward.tracker:
-            given = torch.empty_like(out)
-            backward.tracker.watch([given], "input")
-            kept = torch.autograd.grad([out], [value for value in values if value.requires_grad], [given])
+            given = [torch.empty_like(each) for each in trained]
+            backward.tracker.watch(given, "input")
+            leaves = [value for value in values if value.requires_grad]
+            kept = torch.autograd.grad(trained, leaves, given, allow_unused=len(outs) > 1)
         del kept
-    record = summary(forward, left, backward, values, [out], saved)
+    record = summary(forward, left, backward, values, outs, saved)
     return Inner(sum_s, may_be_early, forward_s, context.total - forward_s, record)
 
 

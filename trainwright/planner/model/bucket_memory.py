@@ -1,21 +1,25 @@
 """Memory rows of parameters that travel in buckets (`rank.travel`): what they hold beyond what they hold one by one.
 
-    forward    Σ f · bytes of the copy                 copies gathered already for a later group of the region
+    forward    Σ f · bytes of the copy                 copies gathered already for a later group of the region; what one
+                                                       collective gathers is there until the last of it has been copied out
+    rerun      Σ C · bytes of the copy                 the same of what the backward gathers again
     backward   Σ f · bytes before they are scattered   gradients that are there and wait for the end of the region's backward;
                                                        and the places in their buffer of gradients that are not there yet
                Σ f · bytes of sums that stay whole     the places in their buffer of gradients that are not there yet
     backward   −Σ f · bytes at rest                    of gradients that are scattered when the region's backward ends; the rows
                count them there as what comes at a moment (`coming_to_rest`)
     ahead      forward: the copies of the next region; backward: the gradients of the region before, which are in flight,
-               and the copies that the next region gathers again
+               and the copies that the next region gathers again, if both do
 
-A buffer is allocated when its first gradient comes. In small programs one buffer holds all gradients, so its places are known;
-in larger ones the rows count the share of all gradients that one buffer holds (`held_share`).
+A buffer is allocated when its first gradient comes, after the kernels that make it (`opened`). In small programs one buffer
+holds all gradients, so its places are known; in larger ones the rows count the share of all gradients that one buffer holds
+(`held_share`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -42,7 +46,7 @@ class _Part:
     rest_mib: float = 0.0
     """The part of its gradient that comes to rest when the region's backward ends."""
     is_small: bool = True
-    """True if the gradient shares a buffer with others."""
+    """True if it shares a collective with others."""
 
     @cached_property
     def position(self) -> int:
@@ -62,10 +66,14 @@ class BucketMemory:
         self.model, self.problem = model, problem
         self.ahead = regions_ahead(sharding.joined.travel) > 0
         self._next: dict[RegionClass, Terms] = {}
+        self._before: dict[int, Terms] = {}
         self._region_shares: dict[RegionClass, float] = {}
-        self._again: dict[RegionClass, Terms] = defaultdict(list)
+        self._again: dict[RegionClass, list[_Part]] = defaultdict(list)
+        self._flow_of: dict[int, int] = {}
+        """By the column of what is gathered again, the one that chooses the copy."""
         self._gathers: dict[RegionClass, list[_Part]] = defaultdict(list)
         self._scattered: dict[RegionClass, list[_Part]] = defaultdict(list)
+        self._alone: dict[RegionClass, list[_Part]] = defaultdict(list)
         self._sums: list[_Part] = []
         self._carried: set[int] = set()
         if not sharding.joined.in_buckets:
@@ -77,24 +85,31 @@ class BucketMemory:
             for (source, native, want), column in sharding.shared.items():
                 if source is tied.source and native == want[0] and source.tensor.requires_grad:
                     self._add_back(tied.uses[0], native, want, column, 0.0)
-        for (use, _, want), column in recompute.convert.items():
+        for (use, native, want), column in recompute.convert.items():
             if use.source.is_param:
-                size = problem.costs.block_bytes(use.source.tensor, want[0]) / MIB
-                self._again[use.region_class].append((column, size / use.count))
+                self._again[use.region_class].append(self._gathered(use, native, want, column, use.count))
+                if use.count > 1 and (use, native, want) in sharding.flow:
+                    self._flow_of[column] = sharding.flow[use, native, want]
         self._share = held_share([tensor.num_bytes for tensor in problem.program.params], one_region=False)
 
     def _add(self, use: Use, native: Layout, want: Want, column: int) -> None:
-        tensor = use.source.tensor
         if native != want[0]:
-            size = self.problem.costs.block_bytes(tensor, want[0]) / MIB
-            self._gathers[use.region_class].append(_Part(use, column, size))
+            self._gathers[use.region_class].append(self._gathered(use, native, want, column))
         if use.tensor.requires_grad:
-            rest = self.problem.costs.block_bytes(tensor, native) if has_one_want(use) else 0
+            rest = self.problem.costs.local_bytes(use.source.tensor, native) if has_one_want(use) else 0
             self._add_back(use, native, want, column, rest / MIB)
+
+    def _gathered(self, use: Use, native: Layout, want: Want, column: int, count: int = 1) -> _Part:
+        """Return the part of a copy of one of `count` instances, which several may share a collective for."""
+        size = self.problem.costs.copy_bytes(use.source.tensor, native, want[0]) / count
+        return _Part(
+            use, column, size / MIB, is_small=travel_of(self.problem, use, native, want).gather_key is not None
+        )
 
     def _add_back(self, use: Use, native: Layout, want: Want, column: int, rest_mib: float) -> None:
         travel = travel_of(self.problem, use, native, want)
         if travel.reduction_key is None:
+            self._alone[use.region_class].append(_Part(use, column, 0.0, rest_mib))
             return
         part = _Part(use, column, travel.num_bytes / MIB, rest_mib, not travel.fills_buffer)
         if part.is_small:
@@ -110,22 +125,76 @@ class BucketMemory:
 
     def forward(self, region_class: RegionClass, position: int) -> Terms:
         """Return the terms of the copies that are gathered already while a group runs, for later groups."""
-        own = [(part.column, part.mib) for part in self._gathers[region_class] if part.position > position]
+        parts = self._gathers[region_class]
+        own = [(part.column, part.mib) for part in parts if not part.is_small and part.position > position]
+        own += _not_copied_out(parts, position)
         return own + self._next_gathers(region_class) if self.ahead else own
+
+    def rerun(self, region_class: RegionClass, position: int) -> Terms:
+        """Return the terms of what is gathered again and waits to be copied out while a group runs again."""
+        return _not_copied_out(self._again[region_class], position)
 
     def _next_gathers(self, region_class: RegionClass) -> Terms:
         """Return the terms of the copies for the next region: one of the same class, or the one behind them all."""
         if region_class not in self._next:
             own = region_class if region_class.multiplicity > 1 else None
             classes = [own, self._beside(region_class.members[-1].index, 1)]
-            found = [terms for c in classes if c and (terms := _whole(self._gathers[c]))]
-            if len(found) > 1:
-                most = self.model.column()
-                for terms in found:
-                    self.model.row(AHEAD, [*terms, (most, -1.0)], upper=0.0)
-                found = [[(most, 1.0)]]
-            self._next[region_class] = found[0] if found else []
+            self._next[region_class] = self._most([_whole(self._gathers[c]) for c in classes if c])
         return self._next[region_class]
+
+    def _gathered_before(self, region_class: RegionClass, region: int) -> Terms:
+        """Return the terms of what the region before gathers again, which is issued where this region's reruns begin.
+
+        The first of several instances stands for the second too: the first ones gather again, and what comes before the second
+        is one of them.
+        """
+        if region not in self._before:
+            before = self._beside(region, -1)
+            found = [] if before is None else [self._again_in_all(before)]
+            if region == region_class.members[0].index and region_class.multiplicity > 1:
+                found.append(self._again_whole(region_class))
+            self._before[region] = self._most(found)
+        return self._before[region]
+
+    def _most(self, alternatives: Sequence[Terms]) -> Terms:
+        """Return the terms of the largest of several sums."""
+        found = [terms for terms in alternatives if terms]
+        if len(found) < 2:
+            return found[0] if found else []
+        most = self.model.column()
+        for terms in found:
+            self.model.row(AHEAD, [*terms, (most, -1.0)], upper=0.0)
+        return [(most, 1.0)]
+
+    def _again_in_all(self, region_class: RegionClass) -> Terms:
+        """Return the terms of what one instance gathers, which count if all of them gather it again: of C instances C − (M − 1)."""
+        parts = self._again[region_class]
+        if not any(part.column in self._flow_of for part in parts):
+            return _whole(parts)
+        held = self.model.column()
+        terms: Terms = []
+        for part in parts:
+            count = part.use.count if part.column in self._flow_of else 1
+            terms.append((part.column, part.mib * count))
+            if count > 1:
+                terms.append((self._flow_of[part.column], -part.mib * count * (count - 1)))
+        self.model.row(AHEAD, [*terms, (held, -1.0)], upper=0.0)
+        return [(held, 1.0)]
+
+    def _again_whole(self, region_class: RegionClass) -> Terms:
+        """Return the terms of what one instance gathers, which count if at least two gather it again."""
+        count, parts = region_class.multiplicity, self._gathers[region_class]
+        if not self._again[region_class] or not parts:
+            return []
+        most: dict[Use, float] = defaultdict(float)
+        for part in parts:
+            most[part.use] = max(most[part.use], part.mib)
+        all_mib = sum(most.values())
+        do_several, held = self.model.column(1.0, integer=True), self.model.column()
+        for part in self._again[region_class]:
+            self.model.row(AHEAD, [(part.column, 1.0), (do_several, 1.0 - count)], upper=1.0)
+        self.model.row(AHEAD, [*_whole(parts), (do_several, all_mib), (held, -1.0)], upper=all_mib)
+        return [(held, 1.0)]
 
     def _beside(self, region: int, step: int) -> RegionClass | None:
         """Return the class of the region `step` places after this one, if there is one."""
@@ -139,14 +208,23 @@ class BucketMemory:
             return terms
         if (after := self._beside(region, 1)) is not None:
             terms += _whole(self._scattered[after])
-        if self._beside(region, -1) is region_class:
-            # gathered where this region's own reruns begin: only blocks alike are taken to have some
-            terms += self._again[region_class]
-        return terms
+        return terms + self._gathered_before(region_class, region)
 
     def coming_to_rest(self, region_class: RegionClass) -> Terms:
         """Return the terms of a region's gradients at rest that come when its backward ends: they are scattered then."""
         return [(part.column, part.rest_mib) for part in self._scattered[region_class]]
+
+    def opened(self, region_class: RegionClass, position: int) -> Terms:
+        """Return the terms of the buffer that is allocated when a group's backward has made the first gradient of a region."""
+        parts = [part for part in self._scattered[region_class] if part.is_small]
+        if not parts or max(part.position for part in parts) != position:
+            return []
+        share = self._region_share(region_class)
+        return [(part.column, part.mib * share) for part in parts]
+
+    def not_made(self, region_class: RegionClass, position: int) -> Terms:
+        """Return the terms of gradients at rest that no other joins and that a region's backward has not made before a group."""
+        return [(part.column, part.rest_mib) for part in self._alone[region_class] if part.position <= position]
 
     def _of_region(self, region_class: RegionClass, position: int) -> Terms:
         parts = self._scattered[region_class]
@@ -156,7 +234,7 @@ class BucketMemory:
         for part in parts:
             if part.position > position:
                 terms.append((part.column, part.mib))
-            elif part.is_small and position <= first:
+            elif part.is_small and position < first:
                 terms.append((part.column, part.mib * share))
         return terms
 
@@ -181,3 +259,9 @@ class BucketMemory:
 
 def _whole(parts: list[_Part]) -> Terms:
     return [(part.column, part.mib) for part in parts]
+
+
+def _not_copied_out(parts: list[_Part], position: int) -> Terms:
+    """Return the terms of what one collective gathers, up to the group that reads the last of it."""
+    joined = [part for part in parts if part.is_small]
+    return _whole(joined) if any(part.position >= position for part in joined) else []

@@ -122,10 +122,9 @@ class ForwardMemory:
             table[key].append((self.recompute.stays(column), size))
         for (decision, option), column in self.recompute.keep_inner.items():
             table[_place(decision)].append((self.recompute.stays(column), decision.inner_bytes[option] / MIB))
-        for (use, want), column in self.recompute.keep_copy.items():
+        for use, want in self.recompute.keep_copy:
             made = min(d.position for d in use.demands if any(want in wants for wants in d.wants))
-            size = costs.block_bytes(use.source.tensor, want[0]) / MIB
-            table[use.region_class, made + 1].append((self.recompute.stays(column), size))
+            table[use.region_class, made + 1] += self.recompute.kept_copies(use, want)
         return {key: self._column(terms) for key, terms in table.items()}
 
     def _passing(self, stored: Stored) -> int:

@@ -23,13 +23,14 @@ row stays short.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
 from ...program.blocks import RegionClass
+from ...program.transition import gradient_layout
 from ..problem.problem import Decision, Problem, Source, Use
 from .bucket_memory import BucketMemory
 from .forward_memory import Changes, ForwardMemory
@@ -81,8 +82,10 @@ class _Builder:
         self.items: dict[RegionClass, list[Item]] = defaultdict(list)
         self.gradient_places: dict[Decision, list[Place]] = defaultdict(list)
         """Where the backward begins to make each instance's gradient."""
+        self.padding = self._padding_of_gradients()
         self.waits: dict[Source, list[tuple[Place, Place]]] = {}
         self.changes = Changes(model, problem, sharding, BucketMemory(model, problem, sharding, recompute))
+        self.stored_of = {use: stored for stored in problem.stored for use in stored.uses}
         boundary = [stored for stored in problem.stored if stored.boundary and not stored.held]
         self.spans = {stored: spans(stored) for stored in boundary} if recompute.leaves else {}
 
@@ -175,15 +178,79 @@ class _Builder:
         return terms
 
     def _momentary(self, decision: Decision) -> list[Terms]:
-        """Return what a group's backward holds: while its kernels run, and while the gradients that they made change layout."""
-        running = self._option_terms(decision, decision.transient_bytes)
+        """Return what a group's backward holds: while its kernels run, and while the gradients that they made change layout.
+
+        By then what one op alone saved is released. In buckets the gradients go into a buffer, which is there while the rest
+        of the kernels run if they are a region's first ones.
+        """
+        assert decision.region_class is not None
+        assert decision.group is not None
+        running = [*self._option_terms(decision, decision.transient_bytes), *self.padding[decision]]
         changing = self.changes.backward(decision)
-        return [running, [*self._option_terms(decision, decision.made_bytes), *changing]] if changing else [running]
+        opened = self.changes.buckets.opened(decision.region_class, decision.group.index)
+        moments = [running]
+        if changing or opened:
+            made = self._option_terms(decision, decision.made_bytes)
+            moments.append([*made, *changing, *opened, *self._released(decision)])
+        if opened:
+            moments.append([*self._option_terms(decision, decision.late_bytes), *opened])
+        return moments
+
+    def _padding_of_gradients(self) -> dict[Decision, Terms]:
+        """Return by group what the gradients at which its backward begins hold more because they were gathered."""
+        costs = self.problem.costs
+        found: dict[Decision, Terms] = defaultdict(list)
+        for (use, native, want), column in self.sharding.flow.items():
+            if use.tensor.requires_grad and not use.source.is_param:
+                tensor, gradient = use.source.tensor, gradient_layout(native)
+                more = costs.copy_bytes(tensor, want[1], gradient) - costs.block_bytes(tensor, gradient)
+                if more > 0:
+                    found[use.source.decision].append((column, more / MIB))
+        return found
+
+    def _released(self, decision: Decision) -> Terms:
+        """Return the (negative) terms of what a group saved and has released once its gradients are made.
+
+        Of a group of several ops some may still have to run.
+        """
+        assert decision.region_class is not None
+        assert decision.group is not None
+        if sum(op.kind != "view" for op in decision.group.ops) > 1:
+            return []
+        return [
+            (item.present, -1.0)
+            for item in self.items[decision.region_class]
+            if item.position == decision.group.index and {0, decision.region_class.multiplicity - 1} <= item.members
+        ]
 
     def _rerunning(self, decisions: list[Decision]) -> list[Terms]:
         """Return what each of a region's reruns holds, before the backward of its last group runs."""
         given = self._option_terms(decisions[-1], decisions[-1].given_bytes)
-        return [[*given, *found] for decision in decisions if (found := self._rerun_terms(decision))]
+        moments = [*self._running_again(decisions), *self._converting(decisions)]
+        return [[*given, *terms] for terms in moments if terms]
+
+    def _running_again(self, decisions: list[Decision]) -> Iterator[Terms]:
+        """Yield what each group holds that runs again, with the parameters that wait to be copied out."""
+        for decision in decisions:
+            assert decision.region_class is not None
+            assert decision.group is not None
+            yield [
+                *self._rerun_terms(decision),
+                *self.changes.buckets.rerun(decision.region_class, decision.group.index),
+            ]
+
+    def _converting(self, decisions: list[Decision]) -> Iterator[Terms]:
+        """Yield what each change of layout of an activation holds that is made again, with its operand if nothing else keeps it."""
+        costs = self.problem.costs
+        converts: dict[Use, Terms] = defaultdict(list)
+        for (use, native, want), column in self.recompute.convert.items():
+            if use.region_class is decisions[0].region_class and not use.source.is_param:
+                tensor, stored = use.source.tensor, self.stored_of[use]
+                size = costs.change_bytes(tensor, native, want[0])
+                if use.inside and not stored.own_saved and not stored.boundary and not stored.held:
+                    size += costs.block_bytes(tensor, native)
+                converts[use].append((column, size / use.count / MIB))
+        yield from converts.values()
 
     def _largest(self, name: str, alternatives: list[Terms]) -> Terms:
         """Return the terms of the largest of several sums."""
@@ -264,18 +331,26 @@ class _Builder:
         """Return the terms of the gradients, at rest, that are there while the backward of a group runs.
 
         Those that it makes itself are among what it holds for a moment. In buckets, a region's gradients come to rest together,
-        those that are scattered when its backward ends.
+        those that are scattered when its backward ends; what joins no other is there once it is made.
         """
         here = (region, -1) if self.sharding.joined.in_buckets else (region, position)
-        terms = [
-            (column, -size) for column, size in self._coming_to_rest(self.problem.program.regions[region].region_class)
-        ]
+        region_class = self.problem.program.regions[region].region_class
+        later = self._coming_to_rest(region_class)
+        if self.gradients_add_up_to_all:
+            later += self.changes.buckets.not_made(region_class, position)
+        terms = [(column, -size) for column, size in later]
         for decision in self.problem.params:
             if decision.tied[0].requires_grad and self.gradients_add_up_to_all:
                 num = min(decision.count, sum(place > here for place in self.gradient_places[decision]))
                 if num:
-                    terms += [(c, num * s) for c, s in self._option_terms(decision, decision.rest_bytes)]
+                    terms += [(c, num * s) for c, s in self._option_terms(decision, self._gradient_bytes(decision))]
         return terms
+
+    def _gradient_bytes(self, decision: Decision) -> list[int]:
+        """Return the bytes of a parameter's gradient at rest under each option; in buckets it is a part of a buffer."""
+        if not self.sharding.joined.in_buckets:
+            return decision.rest_bytes
+        return [self.problem.costs.local_bytes(decision.tied[0], layout) for layout in decision.options]
 
     def _under_way(self, region: int, position: int) -> Terms:
         """Return what updates hold while a group's backward runs, where parameters or states rest on a tier.
@@ -335,7 +410,7 @@ class _Builder:
         """All gradients, the held outputs, the largest of the optimizer's temporaries, and states that have come back."""
         terms: Terms = []
         if self.gradients_add_up_to_all:
-            terms = self._params(lambda d, k: d.rest_bytes[k] if d.tied[0].requires_grad else 0)
+            terms = self._params(lambda d, k: self._gradient_bytes(d)[k] if d.tied[0].requires_grad else 0)
         for stored in self.problem.stored:
             if stored.held:
                 for native in self.sharding.yields(stored.source):

@@ -24,13 +24,14 @@ from dataclasses import dataclass, field
 from ...program.blocks import RegionClass
 from ...program.layout import Layout
 from ..problem.problem import Decision, Demand, Problem, Stored, Use, Want
-from .milp import Model, Terms
+from .milp import MIB, Model, Terms
 from .sharding import Sharding, has_one_want, ones, wants_of
 
 NEED = "what the backward needs is kept or rederived"
 RERUN = "a rerun finds its operands"
 SOURCE = "a conversion finds its source"
 EXISTS = "only what the chosen layouts make can be kept or rederived"
+PADDING = "the padding of kept copies"
 RERUN_EPSILON_S = 1e-9
 """So that nothing is rerun for no reason."""
 
@@ -42,6 +43,10 @@ class Recompute:
     keep: dict[tuple[Stored, Layout], int] = field(default_factory=dict)
     keep_inner: dict[tuple[Decision, int], int] = field(default_factory=dict)
     keep_copy: dict[tuple[Use, Want], int] = field(default_factory=dict)
+    copy_mib: dict[tuple[Use, Want], float] = field(default_factory=dict)
+    """The MiB of one such copy, made from the layout that leaves least padding."""
+    padding: dict[tuple[Use, Want], int] = field(default_factory=dict)
+    """The column of the MiB that padding adds to all kept ones, where layouts differ in that."""
     convert: dict[tuple[Use, Layout, Want], int] = field(default_factory=dict)
     rerun: dict[tuple[Decision, int], int] = field(default_factory=dict)
     leaves: dict[int, int] = field(default_factory=dict)
@@ -64,6 +69,11 @@ class Recompute:
     """The most bytes of updates under way at once."""
     in_flight: dict[RegionClass, int] = field(default_factory=dict)
     """MiB on their way out or back while a class runs."""
+
+    def kept_copies(self, use: Use, want: Want) -> Terms:
+        """Return the MiB of the converted copies that are kept on the device, as terms of a row."""
+        terms = [(self.stays(self.keep_copy[use, want]), self.copy_mib[use, want])]
+        return [*terms, (self.padding[use, want], 1.0)] if (use, want) in self.padding else terms
 
     def stays(self, kept: int) -> int:
         """Return the column of the instances that are kept on the device."""
@@ -160,11 +170,25 @@ class _Builder:
                 continue
             keep = self.model.column(count, integer=True)
             self.columns.keep_copy[use, want] = keep
+            self._add_padding(use, want, others, keep)
             columns = [column for native in others for column in supply[native]]
             self.model.row(EXISTS, [(keep, 1.0), *ones(columns, -count)], upper=0.0)
             for native in others:
                 self._add_convert(use, native, want)
         self._add_sources(use)
+
+    def _add_padding(self, use: Use, want: Want, natives: list[Layout], keep: int) -> None:
+        """Add what the padding that a gather leaves behind adds to kept copies, by the layout that they are made from."""
+        sizes = {native: self.problem.costs.copy_bytes(use.source.tensor, native, want[0]) / MIB for native in natives}
+        least = self.columns.copy_mib[use, want] = min(sizes.values())
+        more = {native: size - least for native, size in sizes.items() if size > least}
+        if not more:
+            return
+        padding = self.columns.padding[use, want] = self.model.column()
+        for native, size in more.items():
+            flow = self.sharding.flow[use, native, want]
+            terms = [(keep, size), (flow, use.count * size), (padding, -1.0)]
+            self.model.row(PADDING, terms, upper=use.count * size)
 
     def _may_matter(self, use: Use) -> bool:
         return any(any(demand.saves) or self._can_rerun(demand.decision) for demand in use.demands)

@@ -103,7 +103,7 @@ class SharedCopies:
         for (native, want), column in columns.items():
             if native != want[0]:
                 making.append((column, costs.change_bytes(tensor, native, want[0]) / MIB))
-                copy.append((column, costs.block_bytes(tensor, want[0]) / MIB))
+                copy.append((column, costs.copy_bytes(tensor, native, want[0]) / MIB))
             if tensor.requires_grad:
                 gradient.append((column, self._gradient_bytes(tied, native, want) / MIB))
                 back.append((column, costs.change_bytes(tensor, want[1], gradient_layout(native)) / MIB))

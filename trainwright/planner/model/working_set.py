@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ...program.blocks import RegionClass
-from ..problem.problem import Decision, Problem, Stored, Use
+from ..problem.problem import Decision, Problem, Stored, Use, Want
 from .milp import MIB, Model, Terms
 from .recompute import Recompute
 from .sharding import Sharding, has_one_want, wants_of
@@ -92,7 +92,8 @@ class _Builder:
             # Of one use with one want, one flow is 1; of several wants, each is a need of its own.
             needs += [served] if has_one_want(use) else [[term] for term in served]
         positions = (stored.position, stored.first_position)
-        return self._item(source.decision, range(source.decision.count), positions, kept, needs)
+        most = max(sizes.values())
+        return self._item(source.decision, range(source.decision.count), positions, kept, needs, most)
 
     def _inner(self, decision: Decision) -> Item:
         assert decision.group is not None
@@ -100,24 +101,26 @@ class _Builder:
         columns = [self.recompute.keep_inner[decision, option] for option in range(len(sizes))]
         kept = list(zip(columns, sizes))
         needs = [list(zip(self.sharding.choice[decision], sizes))]
-        return self._item(decision, range(decision.count), (decision.group.index,) * 2, kept, needs)
+        return self._item(decision, range(decision.count), (decision.group.index,) * 2, kept, needs, max(sizes))
 
     def _copies(self, use: Use) -> Item:
         """The converted copies of a use; wants that differ share no memory, so they add up."""
-        sizes = {want: self._mib(use.source.tensor, want[0]) for want in wants_of(use)}
-        kept = [
-            (column, sizes[want]) for want in sizes if (column := self.recompute.keep_copy.get((use, want))) is not None
-        ]
-        needs = [
-            [
-                (column, sizes[want])
-                for native, want, column in self.flows[use]
-                if want[0] != native and _is_saved(use, want)
-            ]
-        ]
+        kept: Terms = []
+        padding: Terms = []
+        for want in wants_of(use):
+            if (use, want) in self.recompute.keep_copy:
+                kept.append((self.recompute.keep_copy[use, want], self.recompute.copy_mib[use, want]))
+                padding += self.recompute.kept_copies(use, want)[1:]
+        needs: Terms = []
+        most: dict[Want, float] = defaultdict(float)
+        for native, want, column in self.flows[use]:
+            if want[0] != native and _is_saved(use, want):
+                size = self.problem.costs.copy_bytes(use.source.tensor, native, want[0]) / MIB
+                needs.append((column, size))
+                most[want] = max(most[want], size)
         readers = [demand.position for demand in use.demands if any(demand.saves)]
         positions = (min(readers, default=0), max(readers, default=0))
-        return self._item(use, use.members, positions, kept, needs)
+        return self._item(use, use.members, positions, kept, [needs], sum(most.values()), padding)
 
     def _item(
         self,
@@ -126,11 +129,15 @@ class _Builder:
         positions: tuple[int, int],
         kept: Terms,
         needs: list[Terms],
+        most: float,
+        padding: Terms | None = None,
     ) -> Item:
+        """Add the columns of one piece; `most`: the MiB of one instance under any options; `padding`: what kept ones hold more."""
         assert owner.region_class is not None
         here, leaving = self._here(kept, owner.count)
-        kept_column, present = self.model.column(), self.model.column()
-        self.model.row("sums of bytes", [*here, (kept_column, -1.0)], 0.0, 0.0)
+        # rows subtract `present` where it is released, so it must not be more than one instance takes
+        kept_column, present = self.model.column(), self.model.column(most)
+        self.model.row("sums of bytes", [*here, *(padding or []), (kept_column, -1.0)], 0.0, 0.0)
         for terms in needs:
             if terms:
                 self.model.row("sums of bytes", [*terms, (present, -1.0)], upper=0.0)

@@ -79,7 +79,8 @@ class _Builder:
             decision.backward_s.append(sum(backward for _, backward in times))
             result_s = self._result_s(region_class, group, split)
             decision.inner_comm_s.append((sum(a for a, _ in inner) + result_s, sum(b for _, b in inner)))
-            decision.transient_bytes.append(self._transient_bytes(group, split))
+            decision.transient_bytes.append(self._transient_bytes(group, group.ops, split))
+            decision.late_bytes.append(self._transient_bytes(group, _behind_gradients(group), split))
             # what is there when the backward is done is among what it holds at its peak
             decision.made_bytes.append(min(self._made_bytes(group, split), decision.transient_bytes[-1]))
             self._add_forward_bytes(decision, split)
@@ -111,10 +112,10 @@ class _Builder:
                     total += self.costs.move_s(tensor, native, gradient_layout(native))
         return total / region_class.multiplicity
 
-    def _transient_bytes(self, group: Group, split: tuple[int, ...]) -> int:
+    def _transient_bytes(self, group: Group, ops: Sequence[Op], split: tuple[int, ...]) -> int:
         """Return the bytes of an op's incoming gradients and of what its backward holds, for the op with the most."""
         most = 0
-        for op in group.ops:
+        for op in ops:
             if op.requires_grad:
                 given = sum(
                     self.costs.block_bytes(t, group.output_layout(op, k, split)) for k, t in enumerate(op.outputs)
@@ -324,6 +325,12 @@ class _Builder:
         assert decision.region_class is not None
         place = op.outputs.index(tensor)
         return any(id(member.ops[op.position].outputs[place]) in outputs for member in decision.region_class.members)
+
+
+def _behind_gradients(group: Group) -> Sequence[Op]:
+    """Return the ops whose backward runs after the first that makes a parameter's gradient."""
+    makers = [k for k, op in enumerate(group.ops) if any(t.role == "param" and t.requires_grad for t in op.inputs)]
+    return group.ops[: makers[-1]] if makers else ()
 
 
 def _is_free(tensor: Tensor) -> bool:

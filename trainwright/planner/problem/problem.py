@@ -54,6 +54,8 @@ class Decision:
     """The peak bytes that one op's backward holds temporarily, incoming gradients included."""
     made_bytes: list[int] = field(default_factory=list)
     """The bytes of the gradients that the group's backward makes, before any of them changes its layout."""
+    late_bytes: list[int] = field(default_factory=list)
+    """The same as `transient_bytes`, of the ops whose backward runs after the first that makes a parameter's gradient."""
     workspace_bytes: list[int] = field(default_factory=list)
     """The peak bytes that the forward of one of its ops holds temporarily, beside its outputs and what it saves."""
     rerun_bytes: list[int] = field(default_factory=list)

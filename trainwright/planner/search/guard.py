@@ -3,7 +3,7 @@
 By the rows no sharding can be faster. But the rows count a little too much, for some plans more than for others, so a
 sharding that comes second by the rows may keep more within the true budget; and the objective is a little off, so of two that
 are nearly alike by it the second may be faster. Each known sharding is given the chance, and judged by what its step takes. Where
-the search ended far from what is proven, a recipe's answer is taken, and what lies between it and the relaxation looked at.
+the search ended far from what is proven, what lies between its answer and the relaxation is looked at.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ def no_slower_than_known(
     best = _Best(answer, takes, effort, solver.is_small)
     is_unproven = answer.gap is None or answer.gap > NEAR or best.is_off
     if is_unproven:
-        best.offer(_of_recipe(solver, settings, budget))
         wanted = replace(best.below(settings), time_limit_s=settings.time_limit_s * effort.beside_share)
         best.offer(Fitting(solver, wanted, budget, effort.room * budget).beside(best.answer))
     room = effort.wide_room * budget if is_unproven or effort.is_wide else effort.room * answer.row_budget
