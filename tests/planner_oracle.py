@@ -434,12 +434,25 @@ class Oracle:
         """The most that kernels, changes of their gradients' layouts, or the reruns before them hold."""
         option = self.options[decision]
         moments = [decision.transient_bytes[option]]
-        moments.append(decision.made_bytes[option] + self._brought_back_bytes(decision))
+        if brought_back := self._brought_back_bytes(decision):
+            moments.append(decision.made_bytes[option] + brought_back - self._released_bytes(fate, decision))
         of_class = [other for other in self.problem.groups if other.region_class is decision.region_class]
         for other in of_class if decision is of_class[-1] else ():
             share = fate.reruns.get(other, 0) / other.count
             moments.append(decision.given_bytes[option] + share * other.rerun_bytes[self.options[other]])
         return float(max(moments))
+
+    def _released_bytes(self, fate: Fate, decision: Decision) -> float:
+        """What a group of one op saved and has released once its gradients are made."""
+        if sum(op.kind != "view" for op in decision.group.ops) > 1:
+            return 0.0
+        ends = {0, decision.region_class.multiplicity - 1}
+        return sum(
+            piece.needed_bytes
+            for piece in self._pieces(fate)
+            if piece.owner.region_class is decision.region_class and not piece.passed_on
+            if piece.last == decision.group.index and ends <= {*piece.members}
+        )
 
     def _back_again_bytes(self, fate: Fate, decision: Decision, region: int) -> float:
         """Of what other regions read and is offloaded: what this region's backward needs is there."""
