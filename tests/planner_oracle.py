@@ -443,7 +443,7 @@ class Oracle:
         return float(max(moments))
 
     def _released_bytes(self, fate: Fate, decision: Decision) -> float:
-        """What a group of one op saved and has released once its gradients are made."""
+        """Return the bytes that a group of one op saved and has released once its gradients are made."""
         if sum(op.kind != "view" for op in decision.group.ops) > 1:
             return 0.0
         ends = {0, decision.region_class.multiplicity - 1}

@@ -83,7 +83,7 @@ def test_a_mesh_that_cannot_win_is_not_solved(searched):
 
 @pytest.mark.parametrize("few_ops", [200, 0])
 def test_wherever_memory_binds_fsdp_is_searched_by_itself(searched, monkeypatch, few_ops):
-    """Of short and of long programs: rows may count too much for what they let in there."""
+    """Rows may count too much of its plans in the search of everything, in short and in long programs."""
     monkeypatch.setattr("trainwright.planner.problem.problem.FEW_OPS", few_ops)
     (place,) = task(blocks_program(2, 2048), "2xh100", mesh=(2,), budget_bytes=220_000).places
     assert solve_on(place, "joint").binds

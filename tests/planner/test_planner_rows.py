@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.builders import task, tiny_program
+from tests.builders import blocks_program, task, tiny_program
 from trainwright.planner.costs.costs import CostModel
 from trainwright.planner.search.solve import Least
 from trainwright.profiler.tracker import MemoryTracker
@@ -18,6 +19,13 @@ from trainwright.program.layout import PARTIAL, REPLICATE, Slot, local_shape
 from trainwright.program.transition import transition
 from trainwright.rank.reshard import Route, SimulatedCommunicator
 from trainwright.torch_internals.fakes import new_mode
+
+
+@functools.cache
+def costs_on(ranks: int) -> CostModel:
+    """The costs of tensors on CPUs, which have the size of their elements."""
+    (place,) = task(blocks_program(1), f"cpu:{ranks}").places
+    return place.problem.costs
 
 
 @settings(max_examples=60, deadline=None)
@@ -28,14 +36,11 @@ from trainwright.torch_internals.fakes import new_mode
     target=st.sampled_from([0, 1, 2, REPLICATE]),
 )
 def test_a_change_of_layout_holds_what_its_cost_says(shape, ranks, source, target):
-    """At its peak, and when it is done; parts that differ by an element are padded before they are sent."""
+    """Parts that differ by an element are padded before they are sent, and count so at the peak and when it is done."""
     slots = tuple(Slot(index, size) for index, size in enumerate(shape))
     if source == target:
         return
-    tensor = SimpleNamespace(slots=slots, dtype=torch.float32, shape=shape)
-    costs = CostModel.__new__(CostModel)
-    costs.axes, costs._changes, costs.device = None, {}, SimpleNamespace(kind="cpu")
-    costs.__dict__["mesh"] = (ranks,)
+    tensor, costs = SimpleNamespace(slots=slots, dtype=torch.float32), costs_on(ranks)
     route = Route(transition((source,), (target,)), shape, slots, SimulatedCommunicator((ranks,)))
     with new_mode():
         given_part = torch.empty(local_shape(shape, slots, (source,), (ranks,), (0,)))
@@ -51,7 +56,7 @@ def test_a_change_of_layout_holds_what_its_cost_says(shape, ranks, source, targe
 
 
 def test_attention_split_along_queries_saves_all_keys_and_values():
-    """What its kernel copies of them is not its share of the work."""
+    """The kernel copies them whole, however small its share of the work is."""
     (place,) = task(tiny_program("t5-tiny"), "8xa100", mesh=(8,)).places
     costs, seen = place.problem.costs, 0
     for decision in place.problem.groups:
@@ -70,18 +75,18 @@ def test_attention_split_along_queries_saves_all_keys_and_values():
 
 
 @pytest.mark.parametrize(
-    ("name", "hardware", "mesh"),
+    ("name", "within"),
     [
-        ("vit-tiny", "8xa100", (8,)),  # gathers and exchanges are padded: a batch of 4 on 8 devices
-        ("resnet-tiny", "8xa100", (8,)),  # statistics of norms take whole blocks of the allocator
-        ("bert-tiny", "8xa100", (8,)),  # what is gathered again is copied out of what several share
-        ("mixtral-tiny", "8xa100", (8,)),
+        ("vit-tiny", 0.05),  # gathers and exchanges are padded: a batch of 4 on 8 devices
+        ("resnet-tiny", 0.06),  # statistics of norms take whole blocks of the allocator
+        ("bert-tiny", 0.03),  # what is gathered again is copied out of what several share
+        ("gpt2-tiny", 0.06),
     ],
 )
 @pytest.mark.parametrize("way", ["none", "buckets", "ahead"])
-def test_the_plan_that_holds_least_by_the_rows_holds_as_much(name, hardware, mesh, way):
-    """It is where the rows count least of what they may, so it shows what they miss."""
-    (place,) = task(tiny_program(name), hardware, mesh=mesh).places
+def test_the_plan_that_holds_least_by_the_rows_holds_as_much(name, within, way):
+    """The search for the least finds whatever the rows miss, so there they are furthest from the simulation."""
+    (place,) = task(tiny_program(name), "8xa100", mesh=(8,)).places
     least = place.solver.travelling(way).least(place.settings("joint"))
     assert isinstance(least, Least)
-    assert math.isclose(least.answer.simulation.peak_bytes, least.rows_peak, rel_tol=0.08)
+    assert math.isclose(least.answer.simulation.peak_bytes, least.rows_peak, rel_tol=within)

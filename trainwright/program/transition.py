@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -87,6 +88,26 @@ def step_bytes(step: Step, slots: Sequence[Slot], itemsize: int, mesh: Sequence[
     for size in local_sizes(slots, layout, mesh, None):
         count *= size
     return count
+
+
+def held_bytes(step: Step, slots: Sequence[Slot], itemsize: int, mesh: Sequence[int]) -> tuple[int, int]:
+    """Return the bytes that one step of a reshard allocates beside its operand, and those of the memory of its result.
+
+    Parts that are not consecutive in memory are copied before they are sent and after they have come. A gather brings as much
+    from every rank, so a result that is not copied lies in memory that is padded.
+    """
+    before, after = (local_sizes(slots, layout, mesh, None) for layout in (step.before, step.after))
+    given, left = itemsize * math.prod(before), itemsize * math.prod(after)
+    is_consecutive = math.prod(before[: step.slot]) == 1
+    if step.kind == "all_gather":
+        padded = given * mesh[step.axis]
+        return (padded, padded) if is_consecutive else (padded + left, left)
+    if step.kind == "reduce_scatter":
+        padded = left * mesh[step.axis]
+        return padded + (left if is_consecutive or padded == given else padded), left
+    if step.kind == "all_to_all":
+        return max(left + (0 if is_consecutive else given), 2 * left), left
+    return left, left
 
 
 def gradient_layout(layout: Layout) -> Layout:

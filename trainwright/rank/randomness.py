@@ -128,24 +128,25 @@ def _sampling(exact: Callable[..., Any], sampled: Callable[..., Any], place: tup
 
 def _switched(function: WithState, mode: Literal["training", "dropout"], off: tuple[Any, str, Any]) -> WithState:
     """Set the argument of `off` (op, name, value) to that value in runs without training, or without dropout."""
-    target, name, value = off
-    place = argument_place(target, name)
 
     def switched(state: RunState, *args: Any, **kwargs: Any) -> Any:
         if not (state.training and (mode == "training" or state.dropout)):
-            args, kwargs = replace_arg(args, kwargs, place, name, value)
+            args, kwargs = _switched_off(off, args, kwargs)
         return function(state, *args, **kwargs)
 
     return switched
 
 
-def without_fused_dropout(op: Op, target: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Return the arguments under which `op` runs on fake tensors the kernel that `target` runs: a fused one draws no mask."""
-    rule = find(op.name)
-    if target != "gpu" or not rule.fused_on_gpu or rule.dropout is None:
-        return args, kwargs
-    name, value = rule.dropout
-    return replace_arg(args, kwargs, argument_place(op.node.target, name), name, value)
+def without_dropout(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of `op` with its dropout switched off, if it has any."""
+    off = find(op.name).dropout
+    return (args, kwargs) if off is None else _switched_off((op.node.target, *off), args, kwargs)
+
+
+def _switched_off(off: tuple[Any, str, Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Return the arguments of an op with the one of `off` (op, name, value) set to that value."""
+    target, name, value = off
+    return replace_arg(args, kwargs, argument_place(target, name), name, value)
 
 
 def _plain(function: Callable[..., Any]) -> WithState:

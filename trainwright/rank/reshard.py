@@ -216,20 +216,20 @@ class Route:
         mesh, coords = self.communicator.mesh, self.communicator.coords
         before = local_sizes(self.slots, step.before, mesh, coords)
         after = local_sizes(self.slots, step.after, mesh, coords)
-        num, source, target = self.communicator.mesh[step.axis], step.source, step.slot
-        cuts = [chunk(before[target], num, index) for index in range(num)]
-        joins = [chunk(after[source], num, index) for index in range(num)]
-        x = x.reshape(before)
-        pieces = [x.narrow(target, low, high - low).reshape(-1) for low, high in cuts]
-        shapes = [_with(_with(before, target, after[target]), source, high - low) for low, high in joins]
+        num, source, target = mesh[step.axis], step.source, step.slot
+        cuts, joins = ([chunk(size, num, rank) for rank in range(num)] for size in (before[target], after[source]))
+        # with the slot that is cut in front, each rank's piece is consecutive
+        x = x.reshape(before).movedim(target, 0).contiguous()
+        each = math.prod(x.shape[1:])
+        send = [(high - low) * each for low, high in cuts]
+        shapes = [_with(after, source, high - low) for low, high in joins]
+        for shape in shapes:
+            shape.insert(0, shape.pop(target))
         lengths = [math.prod(shape) for shape in shapes]
-        sent = [piece.numel() for piece in pieces]
-        x = torch.cat(pieces)
-        del pieces  # where they were copied, nothing of them need stay
-        flat = self.communicator.all_to_all(step.axis, x, sent, lengths)
+        flat = self.communicator.all_to_all(step.axis, x.view(-1), send, lengths)
         del x
-        joined = torch.cat([part.view(shape) for part, shape in zip(flat.split(lengths), shapes)], dim=source)
-        return joined.reshape(local_shape(self.shape, self.slots, step.after, mesh, coords))
+        parts = [part.view(shape).movedim(0, target) for part, shape in zip(flat.split(lengths), shapes)]
+        return torch.cat(parts, dim=source).reshape(local_shape(self.shape, self.slots, step.after, mesh, coords))
 
 
 Finish = Callable[[Tensor], Tensor]

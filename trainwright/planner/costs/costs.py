@@ -24,16 +24,16 @@ from ...ops.expert_limits import Limit
 from ...ops.local import Mirror, Pair, Rows, WithSum
 from ...ops.sampled import variance_bound
 from ...profiler.caching import block_bytes
-from ...profiler.saved import CallCounter, OpRecord, Records, summary
+from ...profiler.saved import CallCounter, OpRecord, Records, run_state, summary
 from ...program.groups import Group, Split
-from ...program.layout import REPLICATE, Layout, Slot, fraction, local_shape, local_sizes, slot_range
+from ...program.layout import REPLICATE, Layout, Slot, fraction, local_shape, slot_range
 from ...program.program import Op, Program, Tensor
 from ...program.sampling import can_sample, share_of
-from ...program.transition import Step, gradient_layout, step_bytes, transition
+from ...program.transition import gradient_layout, held_bytes, step_bytes, transition
 from ...rank.early_sums import said_by_the_batch
 from ...rank.local import consecutive_range, sampled_form
 from ...rank.offload import MIN_BYTES
-from ...rank.randomness import without_fused_dropout
+from ...rank.randomness import without_dropout
 from ...tiers import Policy
 from ...torch_internals.fakes import FakeMode, new_mode
 from .update import Updates
@@ -504,27 +504,6 @@ def whole_pieces(tensor: Tensor, layout: Layout, reads: str) -> Layout:
     return tuple(REPLICATE if at >= 0 and tensor.slots[at].dim >= cut else at for at in layout)
 
 
-def held_bytes(step: Step, slots: Sequence[Slot], itemsize: int, mesh: Sequence[int]) -> tuple[int, int]:
-    """Return the bytes that one step of a reshard allocates beside its operand, and those of the memory of its result.
-
-    Parts that are not consecutive in memory are copied before they are sent and after they have come. A gather brings as much
-    from every rank, so a result that is not copied lies in memory that is padded.
-    """
-    before, after = (local_sizes(slots, layout, mesh, None) for layout in (step.before, step.after))
-    given, left = itemsize * math.prod(before), itemsize * math.prod(after)
-    is_consecutive = math.prod(before[: step.slot]) == 1
-    if step.kind == "all_gather":
-        padded = given * mesh[step.axis]
-        return (padded, padded) if is_consecutive else (padded + left, left)
-    if step.kind == "reduce_scatter":
-        padded = left * mesh[step.axis]
-        return padded + (left if is_consecutive or padded == given else padded), left
-    if step.kind == "all_to_all":
-        pieces = 0 if math.prod(before[: step.slot]) == 1 else given
-        return max(given + max(pieces, left), 2 * left), left
-    return left, left
-
-
 class TimedAxes:
     """An `AxisGroup` that adds up the seconds of its collectives instead of running them."""
 
@@ -589,7 +568,8 @@ def _inner_costs(context: _Probe, op: Op) -> Inner:
     args, kwargs = tuple(args), dict(kwargs)
     function: Callable[..., Any] = op.node.target  # type: ignore[assignment]
     target = context.costs.device.kind
-    args, kwargs = without_fused_dropout(op, target, args, kwargs)
+    if not run_state(op, target).dropout:
+        args, kwargs = without_dropout(op, args, kwargs)
     if rule is not None:
         function, args, kwargs = rule(context, function, args, kwargs)
     sampled = sampled_form(op, function, context.chosen)

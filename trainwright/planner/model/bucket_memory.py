@@ -19,7 +19,6 @@ holds all gradients, so its places are known; in larger ones the rows count the 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -70,7 +69,7 @@ class BucketMemory:
         self._region_shares: dict[RegionClass, float] = {}
         self._again: dict[RegionClass, list[_Part]] = defaultdict(list)
         self._flow_of: dict[int, int] = {}
-        """By the column of what is gathered again, the one that chooses the copy."""
+        """The column that chooses a copy, by the column of how often it is gathered again."""
         self._gathers: dict[RegionClass, list[_Part]] = defaultdict(list)
         self._scattered: dict[RegionClass, list[_Part]] = defaultdict(list)
         self._alone: dict[RegionClass, list[_Part]] = defaultdict(list)
@@ -88,8 +87,7 @@ class BucketMemory:
         for (use, native, want), column in recompute.convert.items():
             if use.source.is_param:
                 self._again[use.region_class].append(self._gathered(use, native, want, column, use.count))
-                if use.count > 1 and (use, native, want) in sharding.flow:
-                    self._flow_of[column] = sharding.flow[use, native, want]
+                self._flow_of[column] = sharding.flow[use, native, want]
         self._share = held_share([tensor.num_bytes for tensor in problem.program.params], one_region=False)
 
     def _add(self, use: Use, native: Layout, want: Want, column: int) -> None:
@@ -139,7 +137,7 @@ class BucketMemory:
         if region_class not in self._next:
             own = region_class if region_class.multiplicity > 1 else None
             classes = [own, self._beside(region_class.members[-1].index, 1)]
-            self._next[region_class] = self._most([_whole(self._gathers[c]) for c in classes if c])
+            self._next[region_class] = self.model.largest(AHEAD, (_whole(self._gathers[c]) for c in classes if c))
         return self._next[region_class]
 
     def _gathered_before(self, region_class: RegionClass, region: int) -> Terms:
@@ -153,33 +151,20 @@ class BucketMemory:
             found = [] if before is None else [self._again_in_all(before)]
             if region == region_class.members[0].index and region_class.multiplicity > 1:
                 found.append(self._again_whole(region_class))
-            self._before[region] = self._most(found)
+            self._before[region] = self.model.largest(AHEAD, found)
         return self._before[region]
-
-    def _most(self, alternatives: Sequence[Terms]) -> Terms:
-        """Return the terms of the largest of several sums."""
-        found = [terms for terms in alternatives if terms]
-        if len(found) < 2:
-            return found[0] if found else []
-        most = self.model.column()
-        for terms in found:
-            self.model.row(AHEAD, [*terms, (most, -1.0)], upper=0.0)
-        return [(most, 1.0)]
 
     def _again_in_all(self, region_class: RegionClass) -> Terms:
         """Return the terms of what one instance gathers, which count if all of them gather it again: of C instances C − (M − 1)."""
-        parts = self._again[region_class]
-        if not any(part.column in self._flow_of for part in parts):
-            return _whole(parts)
+        if region_class.multiplicity == 1:
+            return _whole(self._again[region_class])
         held = self.model.column()
         terms: Terms = []
-        for part in parts:
-            count = part.use.count if part.column in self._flow_of else 1
-            terms.append((part.column, part.mib * count))
-            if count > 1:
-                terms.append((self._flow_of[part.column], -part.mib * count * (count - 1)))
+        for part in self._again[region_class]:
+            size = part.mib * part.use.count
+            terms += [(part.column, size), (self._flow_of[part.column], -size * (part.use.count - 1))]
         self.model.row(AHEAD, [*terms, (held, -1.0)], upper=0.0)
-        return [(held, 1.0)]
+        return [(held, 1.0)] if terms else []
 
     def _again_whole(self, region_class: RegionClass) -> Terms:
         """Return the terms of what one instance gathers, which count if at least two gather it again."""

@@ -60,13 +60,7 @@ class Changes:
     def backward(self, decision: Decision) -> Terms:
         """Return what bringing the gradients of a group's operands back holds: one after the other."""
         each = [*(self._back[use] for use in self.read_by(decision)), *self.shared.back(decision)]
-        found = [terms for one in each if (terms := _positive(one))]
-        if not found:
-            return []
-        largest = self.model.column()
-        for terms in found:
-            self.model.row(CHANGING, [*terms, (largest, -1.0)], upper=0.0)
-        return [(largest, 1.0)]
+        return self.model.largest(CHANGING, map(_positive, each))
 
     def _sum(self, terms: list[tuple[int, float]]) -> int | None:
         if not (terms := _positive(terms)):
@@ -84,7 +78,6 @@ class ForwardMemory:
     ) -> None:
         self.model, self.problem, self.sharding, self.recompute = model, problem, sharding, recompute
         self.changes = changes
-        self.stored_of = {use: stored for stored in problem.stored for use in stored.uses}
         self.kept = self._kept()
         self.passing = {stored: self._passing(stored) for stored in problem.stored if not stored.held}
 
@@ -141,7 +134,7 @@ class ForwardMemory:
         """Return the outputs that this group or an earlier one makes and that this group or a later one reads."""
         found: dict[Stored, None] = {}
         for use in self.problem.uses:
-            stored = self.stored_of.get(use)
+            stored = self.problem.stored_of.get(use)
             if stored is not None and use.region_class is region_class:
                 made = _place(stored.source.decision)[1] if use.inside else -1
                 if made <= position and any(demand.position >= position for demand in use.demands):

@@ -23,7 +23,7 @@ row stays short.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -37,6 +37,7 @@ from .forward_memory import Changes, ForwardMemory
 from .milp import MIB, Model, Terms
 from .offload import spans
 from .recompute import Recompute
+from .rerun_memory import RerunMemory
 from .sharding import Sharding
 from .tied import Place
 from .working_set import Item, find_items
@@ -85,7 +86,6 @@ class _Builder:
         self.padding = self._padding_of_gradients()
         self.waits: dict[Source, list[tuple[Place, Place]]] = {}
         self.changes = Changes(model, problem, sharding, BucketMemory(model, problem, sharding, recompute))
-        self.stored_of = {use: stored for stored in problem.stored for use in stored.uses}
         boundary = [stored for stored in problem.stored if stored.boundary and not stored.held]
         self.spans = {stored: spans(stored) for stored in boundary} if recompute.leaves else {}
 
@@ -93,15 +93,16 @@ class _Builder:
         memory = Memory(static_mib=self.problem.static_bytes / MIB, peak=self.model.column())
         self._collect()
         static = self._sum_column([*self._params(self._static_bytes), *self._away(), *self.recompute.values_held])
+        reruns = RerunMemory(self.problem, self.sharding, self.recompute, self.changes.buckets)
         for region_class in self.problem.program.classes:
             decisions = self.problem.of_class(region_class)
             for decision in decisions:
                 momentary = self._momentary(decision)
                 if decision is decisions[-1]:
-                    momentary += self._rerunning(decisions)
+                    momentary += reruns.moments(decisions)
                 if decision is decisions[0] and (scattered := self._coming_to_rest(region_class)):
                     momentary.append(scattered)
-                held = self._largest("what a group's backward holds for a moment", momentary)
+                held = self.model.largest("what a group's backward holds for a moment", momentary)
                 for member in {0, region_class.multiplicity - 1}:
                     terms = self._row(region_class, member, decision)
                     self._hold(memory, [(static, 1.0), *terms, *held], _row_name("backward", decision, member))
@@ -185,15 +186,15 @@ class _Builder:
         """
         assert decision.region_class is not None
         assert decision.group is not None
-        running = [*self._option_terms(decision, decision.transient_bytes), *self.padding[decision]]
+        running = [*self.sharding.chosen_mib(decision, decision.transient_bytes), *self.padding[decision]]
         changing = self.changes.backward(decision)
         opened = self.changes.buckets.opened(decision.region_class, decision.group.index)
         moments = [running]
         if changing or opened:
-            made = self._option_terms(decision, decision.made_bytes)
+            made = self.sharding.chosen_mib(decision, decision.made_bytes)
             moments.append([*made, *changing, *opened, *self._released(decision)])
         if opened:
-            moments.append([*self._option_terms(decision, decision.late_bytes), *opened])
+            moments.append([*self.sharding.chosen_mib(decision, decision.late_bytes), *opened])
         return moments
 
     def _padding_of_gradients(self) -> dict[Decision, Terms]:
@@ -221,51 +222,6 @@ class _Builder:
             (item.present, -1.0)
             for item in self.items[decision.region_class]
             if item.position == decision.group.index and {0, decision.region_class.multiplicity - 1} <= item.members
-        ]
-
-    def _rerunning(self, decisions: list[Decision]) -> list[Terms]:
-        """Return what each of a region's reruns holds, before the backward of its last group runs."""
-        given = self._option_terms(decisions[-1], decisions[-1].given_bytes)
-        moments = [*self._running_again(decisions), *self._converting(decisions)]
-        return [[*given, *terms] for terms in moments if terms]
-
-    def _running_again(self, decisions: list[Decision]) -> Iterator[Terms]:
-        """Yield what each group holds that runs again, with the parameters that wait to be copied out."""
-        for decision in decisions:
-            assert decision.region_class is not None
-            assert decision.group is not None
-            yield [
-                *self._rerun_terms(decision),
-                *self.changes.buckets.rerun(decision.region_class, decision.group.index),
-            ]
-
-    def _converting(self, decisions: list[Decision]) -> Iterator[Terms]:
-        """Yield what each change of layout of an activation holds that is made again, with its operand if nothing else keeps it."""
-        costs = self.problem.costs
-        converts: dict[Use, Terms] = defaultdict(list)
-        for (use, native, want), column in self.recompute.convert.items():
-            if use.region_class is decisions[0].region_class and not use.source.is_param:
-                tensor, stored = use.source.tensor, self.stored_of[use]
-                size = costs.change_bytes(tensor, native, want[0])
-                if use.inside and not stored.own_saved and not stored.boundary and not stored.held:
-                    size += costs.block_bytes(tensor, native)
-                converts[use].append((column, size / use.count / MIB))
-        yield from converts.values()
-
-    def _largest(self, name: str, alternatives: list[Terms]) -> Terms:
-        """Return the terms of the largest of several sums."""
-        if len(alternatives) == 1:
-            return alternatives[0]
-        most = self.model.column()
-        for terms in alternatives:
-            self.model.row(name, [*terms, (most, -1.0)], upper=0.0)
-        return [(most, 1.0)]
-
-    def _rerun_terms(self, decision: Decision) -> Terms:
-        return [
-            (self.recompute.rerun[decision, option], size / decision.count / MIB)
-            for option, size in enumerate(decision.rerun_bytes)
-            if size and (decision, option) in self.recompute.rerun
         ]
 
     def _own_terms(self, region_class: RegionClass, member: int, position: int) -> Terms:
@@ -314,9 +270,6 @@ class _Builder:
                     terms.append((leaves, -size * num / owner.multiplicity))
         return terms
 
-    def _option_terms(self, decision: Decision, num_bytes: list[int]) -> Terms:
-        return [(column, size / MIB) for column, size in zip(self.sharding.choice[decision], num_bytes) if size]
-
     def _pending(self, region: int, position: int) -> Terms:
         """Gradients that already have a part and wait for other readers' parts or for the backward of their producer."""
         terms: Terms = []
@@ -324,7 +277,7 @@ class _Builder:
             num = sum(made < (region, position) < last for made, last in waits)
             if num:
                 sizes = [num * self.problem.costs.block_bytes(source.tensor, native) for native in source.natives]
-                terms += self._option_terms(source.decision, sizes)
+                terms += self.sharding.chosen_mib(source.decision, sizes)
         return terms
 
     def _param_gradients(self, region: int, position: int) -> Terms:
@@ -343,7 +296,9 @@ class _Builder:
             if decision.tied[0].requires_grad and self.gradients_add_up_to_all:
                 num = min(decision.count, sum(place > here for place in self.gradient_places[decision]))
                 if num:
-                    terms += [(c, num * s) for c, s in self._option_terms(decision, self._gradient_bytes(decision))]
+                    terms += [
+                        (c, num * s) for c, s in self.sharding.chosen_mib(decision, self._gradient_bytes(decision))
+                    ]
         return terms
 
     def _gradient_bytes(self, decision: Decision) -> list[int]:
@@ -377,7 +332,7 @@ class _Builder:
         terms = [
             (column, num * size)
             for decision, num in nums.items()
-            for column, size in self._option_terms(decision, decision.rest_bytes)
+            for column, size in self.sharding.chosen_mib(decision, decision.rest_bytes)
         ]
         states = [
             (away, decision.leaving_state_bytes[k] / MIB)
@@ -446,7 +401,7 @@ class _Builder:
 
     def _step_terms(self) -> list[Terms]:
         """Return what the optimizer holds at once: one parameter's temporaries, or those of all in its foreach form."""
-        each = [self._option_terms(decision, decision.step_bytes) for decision in self.problem.params]
+        each = [self.sharding.chosen_mib(decision, decision.step_bytes) for decision in self.problem.params]
         if self.problem.optimizer.form != "foreach" or self.problem.costs.resting is not None:
             return [terms for terms in each if terms]
         counts = [decision.count for decision in self.problem.params]

@@ -116,6 +116,16 @@ class Model:
         self.row_names.append(name)
         return len(self.row_lower) - 1
 
+    def largest(self, name: str, alternatives: Iterable[Terms]) -> Terms:
+        """Return the terms of the largest of several sums, none of which is below 0: a column that is no less than each."""
+        found = [terms for terms in alternatives if terms]
+        if len(found) < 2:
+            return found[0] if found else []
+        most = self.column()
+        for terms in found:
+            self.row(name, [*terms, (most, -1.0)], upper=0.0)
+        return [(most, 1.0)]
+
     @contextlib.contextmanager
     def extra_rows(self) -> Iterator[None]:
         """Drop the rows that are added inside at the end."""

@@ -93,7 +93,6 @@ class _Builder:
     def __init__(self, model: Model, problem: Problem, sharding: Sharding) -> None:
         self.model, self.problem, self.sharding = model, problem, sharding
         self.columns = Recompute()
-        self.stored_of: dict[Use, Stored] = {use: stored for stored in problem.stored for use in stored.uses}
         self.by_decision: dict[Decision, list[Use]] = {}
         for use in problem.uses:
             for demand in use.demands:
@@ -217,7 +216,7 @@ class _Builder:
 
     def _native(self, use: Use, native: Layout) -> Terms:
         """In how many instances the native tensor is there when the region's backward begins, in units of the use."""
-        stored = self.stored_of[use]
+        stored = self.problem.stored_of[use]
         root = self._root_layout(use, stored, native)
         scale = use.count / stored.source.decision.count
         terms: Terms = [(self.columns.keep[stored, layout], scale) for layout in root]

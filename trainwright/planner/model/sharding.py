@@ -22,7 +22,7 @@ power of an axis's options; what mixes gathers, cuts and exchanges in one change
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -32,7 +32,7 @@ from ...program.layout import PARTIAL, REPLICATE, Layout
 from ...program.transition import gradient_layout
 from ..problem.problem import Decision, Demand, Problem, Source, Use, Want
 from .joined import Joined
-from .milp import Model
+from .milp import MIB, Model, Terms
 from .tied import Tied, find_tied
 
 if TYPE_CHECKING:
@@ -69,6 +69,10 @@ class Sharding:
         for column, native in zip(self.choice[source.decision], source.natives):
             found[native].append(column)
         return found
+
+    def chosen_mib(self, decision: Decision, num_bytes: Sequence[int]) -> Terms:
+        """Return the MiB that the chosen option of a decision has, of `num_bytes` by option."""
+        return [(column, size / MIB) for column, size in zip(self.choice[decision], num_bytes) if size]
 
     def wanting(self, demand: Demand, want: Want) -> list[int]:
         """Return the columns of the reader's options that want `want`."""

@@ -105,12 +105,10 @@ class _Builder:
 
     def _copies(self, use: Use) -> Item:
         """The converted copies of a use; wants that differ share no memory, so they add up."""
-        kept: Terms = []
-        padding: Terms = []
-        for want in wants_of(use):
-            if (use, want) in self.recompute.keep_copy:
-                kept.append((self.recompute.keep_copy[use, want], self.recompute.copy_mib[use, want]))
-                padding += self.recompute.kept_copies(use, want)[1:]
+        recompute, wants = self.recompute, wants_of(use)
+        keys = [(use, want) for want in wants if (use, want) in recompute.keep_copy]
+        kept = [(recompute.keep_copy[key], recompute.copy_mib[key]) for key in keys]
+        padding = [(recompute.padding[key], 1.0) for key in keys if key in recompute.padding]
         needs: Terms = []
         most: dict[Want, float] = defaultdict(float)
         for native, want, column in self.flows[use]:

@@ -201,6 +201,11 @@ class Problem:
         return len(self.program.ops) > MANY_OPS
 
     @cached_property
+    def stored_of(self) -> dict[Use, Stored]:
+        """The memory of what each use reads, unless that is a parameter."""
+        return {use: stored for stored in self.stored for use in stored.uses}
+
+    @cached_property
     def unit_s(self) -> float:
         """A thousandth of a step, about: rows of seconds are in it, since they hold to 1e-6, and a step may take microseconds."""
         shortest = (min(map(decision.option_s, range(len(decision.options)))) for decision in self.decisions)

@@ -24,7 +24,7 @@ from .effort import CLOSE, GAP, NEAR
 from .stages import Options, forbid, solve_beside, solve_in_stages
 
 if TYPE_CHECKING:
-    from .solve import Solver
+    from .solve import Least, Solver
 
 
 class Fitting:
@@ -43,6 +43,8 @@ class Fitting:
         self.search = Search(budget, aim, settings.progress)
         self._deadline = settings.deadline.part(settings.time_limit_s)
         self._earlier: tuple[float, np.ndarray] | None = None
+        self._least: Least | None = None
+        """The smallest plan by the rows, where it did not fit and plans that are a little larger by the rows were looked at."""
         self._held: set[tuple[int, ...]] = set()
         self._fitted: dict[tuple[int, ...], Options] = {}
         """Those of them of which no row budget is left to try."""
@@ -174,12 +176,15 @@ class Fitting:
 
     def _begin_from_smallest(self) -> Infeasible | None:
         """Restart from the smallest plan, since the rows rejected every one: its own peak by the rows is the next row budget."""
-        least = self.solver.least(self.settings)
+        least = self._least or self.solver.least(self.settings)
         if isinstance(least, Outcome):
             return None if least is not Outcome.INFEASIBLE and self._known() is not None else refused(least)
         smallest, rows_peak = least.answer, least.rows_peak
         if smallest.simulation.peak_bytes > self.budget:
-            return Infeasible(Outcome.DOES_NOT_FIT, least.binding, smallest)
+            if self._least is not None or not self._may_hold_less(least):
+                return Infeasible(Outcome.DOES_NOT_FIT, least.binding, smallest)
+            self._least, self.search.aim = least, (1 + NEAR) * rows_peak
+            return None
         # However long it took to see that there is nothing to begin with, what is there may be made faster.
         self._deadline = self._deadline.later(
             self.settings.deadline.part(self.effort.beside_share * self.settings.time_limit_s)
@@ -190,8 +195,16 @@ class Fitting:
         self.search.is_full = False  # that it fits says nothing of what is fastest
         return None
 
+    def _may_hold_less(self, least: Least) -> bool:
+        """Return true where the smallest plan misses the budget by little, and the rows count too much of it.
+
+        A plan that is a little larger by the rows may then be smaller by the simulation.
+        """
+        peak_bytes = least.answer.simulation.peak_bytes
+        return peak_bytes <= self.effort.tries_below * self.budget and least.rows_peak > (1 + NEAR) * peak_bytes
+
     def _smallest_that_fits(self) -> Answer | Infeasible:
-        least = self.solver.least(self.settings)
+        least = self._least or self.solver.least(self.settings)
         if isinstance(least, Outcome):
             return refused(least)
         if least.answer.simulation.peak_bytes <= self.budget:
