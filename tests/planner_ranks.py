@@ -44,7 +44,7 @@ class ThreadCommunicator:
     """A `Communicator` among the threads that share a board."""
 
     def __init__(self, mesh: Sequence[int], coords: tuple[int, ...], board: _Board) -> None:
-        self.mesh, self.coords, self.board = tuple(mesh), coords, board
+        self.mesh, self.coords, self.board, self.device = tuple(mesh), coords, board, None
 
     def _peers(self, axis: int, value: Any) -> list[Any]:
         return self.board.exchange(self.coords, axis, value)

@@ -21,6 +21,7 @@ from ..program.layout import REPLICATE, Layout, local_shape, slot_range
 from ..program.program import Op, Program, Tensor
 from ..program.sampling import can_sample, share_of
 from ..program.transition import gradient_layout, transition
+from ..torch_internals.private import takes_device
 from ..torch_internals.trees import tensors_in
 from .instructions import Borrow, Compute, Instruction, Open, Ref, Reshard, Value
 from .reshard import Axes, Communicator, Nothing, Route
@@ -137,6 +138,8 @@ class _Builder:
         outputs = [self._value(tensor.key, tensor, self.replicated) for tensor in op.outputs]
         self.native.update({value.tensor: value for value in outputs})
         args, kwargs = _fill(op.node, inputs)
+        if self.communicator.device is not None and not inputs and takes_device(op.node.target):
+            kwargs = {**kwargs, "device": self.communicator.device}
         self._emit_op(op, op.node.target, args, kwargs, inputs, outputs, -1, ())
 
     def _op(self, op: Op) -> None:

@@ -33,6 +33,8 @@ class Communicator(Protocol):
 
     mesh: tuple[int, ...]
     coords: tuple[int, ...]
+    device: torch.device | None
+    """Where ops that read no tensor make theirs; None: on torch's default device."""
 
     def all_gather(self, axis: int, part: Tensor) -> Tensor:
         """Return the parts of all ranks of `axis`, stacked in front; all of one shape."""
@@ -315,8 +317,10 @@ class Nothing(torch.autograd.Function):
 class SimulatedCommunicator:
     """Collectives that only return tensors of the right shapes, and count the bytes that they would move."""
 
-    def __init__(self, mesh: Sequence[int], coords: Sequence[int] | None = None) -> None:
-        self.mesh = tuple(mesh)
+    def __init__(
+        self, mesh: Sequence[int], coords: Sequence[int] | None = None, device: torch.device | None = None
+    ) -> None:
+        self.mesh, self.device = tuple(mesh), device
         self.coords = tuple(coords) if coords is not None else (0,) * len(self.mesh)
         self.num_bytes: Counter[str] = Counter()
         self.num_calls: Counter[str] = Counter()

@@ -30,6 +30,10 @@ class MeshCommunicator:
     def __init__(self, device_mesh: DeviceMesh) -> None:
         self.device_mesh = device_mesh
         self.mesh = tuple(device_mesh.shape)
+        kind = device_mesh.device_type
+        self.device: torch.device | None = torch.device(kind)
+        if kind == "cuda":
+            self.device = torch.device(kind, torch.cuda.current_device())
         found = device_mesh.get_coordinate()
         assert found is not None, "this rank is not part of the mesh"
         self.coords = tuple(found)

@@ -198,6 +198,11 @@ def is_mutating(target: Any) -> bool:
     return isinstance(target, OpOverload) and target._schema.is_mutable
 
 
+def takes_device(target: Any) -> bool:
+    """Tell whether the op `target` is told on which device to make its result, as `arange` is."""
+    return isinstance(target, OpOverload) and any(arg.name == "device" for arg in target._schema.arguments)
+
+
 def is_profiled() -> bool:
     """Tell whether a `torch.profiler` session is on in this thread: a second one would end it."""
     return bool(torch.autograd._profiler_enabled())
