@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import signal
@@ -11,11 +12,13 @@ import time
 from pathlib import Path
 
 import pytest
+from typer.models import OptionInfo
 
 from tests import report_samples as samples
 from tests.process_tree import children, ranks_of
 from trainwright.artifacts import ModelRef, Profile, Refusal, UserError, parse_bytes
 from trainwright.cli import main
+from trainwright.cli.app import app
 from trainwright.cli.errors import status_of
 from trainwright.cli.model import ModelOptions, as_planned, model_of_plan, parse_settings
 from trainwright.cli.output import quiet_stdout
@@ -196,6 +199,16 @@ def test_mistakes_are_told_on_standard_error(
     assert printed.err.startswith("error: ")
     assert said in printed.err
     assert "Traceback" not in printed.err
+
+
+def test_options_whose_metavar_is_their_name_in_capitals_are_named() -> None:
+    """Typer 0.27 takes such a metavar for the name of an option that says none: `--DTYPE`."""
+    for command in app.registered_commands:
+        assert command.callback is not None
+        for parameter in inspect.signature(command.callback, eval_str=True).parameters.values():
+            for info in getattr(parameter.annotation, "__metadata__", ()):
+                if isinstance(info, OptionInfo) and info.metavar == parameter.name.upper():
+                    assert str(info.default).startswith("--"), f"{command.callback.__name__}: {parameter.name}"
 
 
 def test_a_model_option_without_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -34,7 +34,10 @@ class ModelOptions:
     ] = None
     dtype: Annotated[
         str | None,
-        typer.Option(help="Of the parameters: fp32, bf16, fp16, fp64.", metavar="DTYPE", rich_help_panel=PANEL),
+        # named, since typer 0.27 takes a metavar that is the parameter's name in capitals for the option's name
+        typer.Option(
+            "--dtype", help="Of the parameters: fp32, bf16, fp16, fp64.", metavar="DTYPE", rich_help_panel=PANEL
+        ),
     ] = None
     autocast: Annotated[
         str | None,

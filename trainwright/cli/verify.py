@@ -22,7 +22,9 @@ def verify(
     model: ModelOptions,
     plan_path: PlanOption,
     nproc: NprocOption = None,
-    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="To compare in: float64 (bar 1e-9) or fp32.")] = "float64",
+    dtype: Annotated[
+        str, typer.Option("--dtype", metavar="DTYPE", help="To compare in: float64 (bar 1e-9) or fp32.")
+    ] = "float64",
     json_path: JsonOption = None,
     html_path: HtmlOption = None,
 ) -> int:
