@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -20,7 +21,7 @@ import pytest
 import trainwright as tw
 from tests import fault_cases
 from tests.pool import Pool
-from tests.process_tree import assert_ended, ranks_of
+from tests.process_tree import assert_ended, children, ranks_of
 from trainwright.cli import main
 from trainwright.cli.recovery import with_restarts
 from trainwright.cli.saving import KEEP
@@ -245,12 +246,17 @@ def start(arguments: list[str], folder: Path) -> subprocess.Popen[bytes]:
 
 
 def _ranks_at_work(
-    process: subprocess.Popen[bytes], before: list[int], folder: Path, until_step: int, chance: random.Random
+    process: subprocess.Popen[bytes],
+    before: list[int],
+    folder: Path,
+    until_step: int,
+    chance: random.Random,
+    ranks_under: Callable[[int], list[int]] = ranks_of,
 ) -> list[int]:
     """Wait until ranks that were not seen before have come to `until_step`, and a moment more; return them."""
     deadline = time.monotonic() + 600  # a loaded machine takes minutes to start ranks
     while process.poll() is None and time.monotonic() < deadline:
-        ranks = [pid for pid in ranks_of(process.pid) if pid not in before]
+        ranks = [pid for pid in ranks_under(process.pid) if pid not in before]
         lines = (folder / "metrics.jsonl").read_text().count("\n") if (folder / "metrics.jsonl").exists() else 0
         if len(ranks) == 2 and lines >= until_step:
             time.sleep(chance.uniform(0, 0.05))
@@ -289,11 +295,11 @@ def test_torchrun_starts_the_ranks_again_and_they_go_on(plan_path: Path, tmp_pat
     whole, disturbed = tmp_path / "whole", tmp_path / "disturbed"
     whole.mkdir()
     disturbed.mkdir()
-    assert main(_train(plan_path, whole, 30)) == 0
-    command = [*_train(plan_path, disturbed, 30), "--checkpoint", str(disturbed / "saved"), "--checkpoint-every", "3"]
+    assert main(_train(plan_path, whole, 300)) == 0
+    command = [*_train(plan_path, disturbed, 300), "--checkpoint", str(disturbed / "saved"), "--checkpoint-every", "30"]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
     process = start([*torchrun, "-m", "trainwright", *command], disturbed)
-    ranks = _ranks_at_work(process, [], disturbed, 10, random.Random(3))
+    ranks = _ranks_at_work(process, [], disturbed, 10, random.Random(3), children)  # torchrun forks no template
     assert ranks, (disturbed / "err").read_text()
     os.kill(ranks[1], signal.SIGKILL)
     process.wait(timeout=240)
