@@ -20,7 +20,6 @@ from trainwright.models import zoo
 from trainwright.profiler import profile
 from trainwright.profiler.caching import CachingAllocator
 from trainwright.profiler.gpu import GpuForms, attention, attention_kernel
-from trainwright.profiler.kernels.gpu_workspace import gpu_workspace_bytes
 from trainwright.profiler.tracker import MemoryTracker
 from trainwright.profiler.values import KnownValues
 from trainwright.torch_internals.fakes import faked, new_mode
@@ -320,37 +319,6 @@ def test_dropout_no_longer_makes_attention_quadratic():
 
 
 # Workspaces
-
-
-def test_the_flash_backward_takes_dq_in_fp32_and_rows_of_sums():
-    query = torch.empty(QUERY, dtype=torch.bfloat16)
-    call = aten._scaled_dot_product_flash_attention_backward.default
-    rows, heads = B * H * 128, torch.empty(B, H // 2, S, D, dtype=torch.bfloat16)
-    assert gpu_workspace_bytes(call, (query, query, query, query), ()) == 4 * rows * (32 + 1)
-    shared = 2 * B * H * S * D * 2
-    assert gpu_workspace_bytes(call, (query, query, heads, heads), ()) == 4 * rows * (32 + 1) + shared
-
-
-@pytest.mark.parametrize(("dtype", "extra"), [(torch.bfloat16, 4 * math.prod(QUERY)), (torch.float32, 0)])
-def test_the_efficient_backward_takes_rows_and_for_halves_dq_in_fp32(dtype, extra):
-    query = torch.empty(QUERY, dtype=dtype)
-    call = aten._scaled_dot_product_efficient_attention_backward.default
-    assert gpu_workspace_bytes(call, (query, query, query, query), ()) == 4 * B * H * S + extra
-
-
-def test_convolutions_of_halves_copy_what_is_not_channels_last():
-    x, weight, out = torch.empty(2, 8, 9, 9), torch.empty(16, 8, 3, 3), torch.empty(2, 16, 9, 9)
-    call = aten.convolution.default
-    assert gpu_workspace_bytes(call, (x, weight), out) == 0
-    half = [tensor.half() for tensor in (x, weight, out)]
-    total = sum(tensor.numel() * 2 for tensor in half)
-    assert gpu_workspace_bytes(call, (half[0], half[1]), half[2]) == total
-    last = [tensor.to(memory_format=torch.channels_last) for tensor in half]
-    assert gpu_workspace_bytes(call, (last[0], last[1]), last[2]) == 0
-    grads = (half[0], half[1], None)
-    assert gpu_workspace_bytes(aten.convolution_backward.default, (half[2], half[0], half[1]), grads) == (
-        total + sum(tensor.numel() * 2 for tensor in half[:2])
-    )
 
 
 def test_a_workspace_counts_for_the_peak_and_is_given_back():

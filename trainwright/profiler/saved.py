@@ -28,6 +28,7 @@ from ..rank.run_state import RunState
 from ..torch_internals.fakes import new_mode
 from ..torch_internals.private import without_modes
 from .gpu_time import gpu_seconds
+from .kernels.gpu_workspace import is_uneven
 from .time import dtype_name, rate, table_of
 from .tracker import MemoryTracker, Target
 
@@ -100,6 +101,8 @@ class OpRecord:
     """Output position → position of the argument whose memory it shares."""
     num_calls: tuple[int, int]
     """The ATen calls of its forward and of its backward, views and allocations among them."""
+    scratch_is_uneven: bool = False
+    """True if a part of the op takes another share of its kernels' scratch memory than of its work."""
 
 
 @dataclass(eq=False)
@@ -229,6 +232,7 @@ def summary(
         forward.tracker.peak_bytes - forward_left,
         {place: ins.index(key) for place, key in enumerate(outs) if key in ins},
         (forward.num_calls, backward.num_calls),
+        forward.scratch_is_uneven or backward.scratch_is_uneven,
     )
 
 
@@ -242,6 +246,7 @@ class CallCounter:
     def __init__(self, target: Target) -> None:
         self.calls: list[CallCost] = []
         self.num_calls = 0
+        self.scratch_is_uneven = False
         self.tracker = MemoryTracker(target, on_op=self._on_op)
 
     def _on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
@@ -252,7 +257,9 @@ class CallCounter:
         first = next((t for t in (out, *(out if isinstance(out, (tuple, list)) else ()), *args) if _is_float(t)), None)
         dtype = torch.float32 if first is None else first.dtype
         kernel = kernel_of(func, args, kwargs, out)
-        call = (func, *_without_values((args, out))) if self.tracker.target == "gpu" else None
+        on_gpu = self.tracker.target == "gpu"
+        call = (func, *_without_values((args, out))) if on_gpu else None
+        self.scratch_is_uneven |= on_gpu and is_uneven(func, args, out)
         self.calls.append(CallCost(heavy, bytes_moved(func, args, out), dtype, is_convolution(func), kernel, call))
 
 

@@ -345,11 +345,14 @@ class CostModel:
     def _is_sampled(self, op: Op, split: Split) -> bool:
         return share_of(split) > 0 and can_sample(op)
 
-    def saves_unevenly(self, group: Group, op: Op, split: Split) -> bool:
-        """Tell whether `op` may save another share of what is neither input nor output than it runs.
+    def is_uneven(self, group: Group, op: Op, split: Split) -> bool:
+        """Tell whether `op` may save or take for a moment another share, of what is neither input nor output, than it runs.
 
-        It does where it reads an input whole that it saves a copy of, as attention does whose queries alone are split.
+        It does where it reads an input whole that it saves a copy of, as attention does whose queries alone are split; and where
+        its scratch memory is no multiple of its work, as that of the sum which makes the gradient of a bias.
         """
+        if self.records[op].scratch_is_uneven:
+            return True
         places = [k for k, tensor in enumerate(op.inputs) if tensor.num_bytes in self.records[op].internals]
         parts = [self.local_shape(op.inputs[k], group.input_layout(op, k, split)[0]) for k in places]
         is_cut = [part != op.inputs[k].shape for k, part in zip(places, parts)]
@@ -402,7 +405,7 @@ class CostModel:
 
     def _inner_of(self, group: Group, op: Op, split: Split) -> Inner:
         is_whole = all(loop < 0 for loop in split)
-        is_plain = is_whole or (find(op.name).localize is None and not self.saves_unevenly(group, op, split))
+        is_plain = is_whole or (find(op.name).localize is None and not self.is_uneven(group, op, split))
         if is_plain and not self._is_sampled(op, split):
             return Inner()
         key = (op, split)
@@ -573,7 +576,7 @@ def _inner_costs(context: _Probe, op: Op) -> Inner:
     if rule is not None:
         function, args, kwargs = rule(context, function, args, kwargs)
     sampled = sampled_form(op, function, context.chosen)
-    is_uneven = context.costs.saves_unevenly(context.group, op, context.chosen)
+    is_uneven = context.costs.is_uneven(context.group, op, context.chosen)
     if not (context.asked or is_uneven or find(op.name).by_running or sampled is not None):
         return Inner()
     function = sampled or function
