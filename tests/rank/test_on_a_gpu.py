@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.builders import task, tiny_program
-from trainwright.planner.best_first import solve_on
-from trainwright.planner.search.answer import Answer
+from tests.builders import tiny_program
+from tests.plans import random_decisions
 from trainwright.program.layout import local_shape
 from trainwright.rank.execute import Executor
 from trainwright.rank.instructions import Compute
@@ -18,30 +17,27 @@ from trainwright.rank.run_state import Call, RunState
 from trainwright.torch_internals.fakes import new_mode
 
 DEVICE = torch.device("meta")
+MESH = (2, 2)
+MODELS = ("gpt2-tiny", "llama-tiny", "bert-tiny", "t5-tiny", "mixtral-tiny", "vit-tiny", "resnet-tiny")
 
 
-@pytest.mark.parametrize("solver", ["ddp", "fsdp", "megatron"])
-@pytest.mark.parametrize(
-    "name", ["gpt2-tiny", "llama-tiny", "bert-tiny", "t5-tiny", "mixtral-tiny", "vit-tiny", "resnet-tiny"]
-)
-def test_every_tensor_of_a_step_is_on_the_ranks_device(name: str, solver: str) -> None:
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", MODELS)
+def test_every_tensor_of_a_step_is_on_the_ranks_device(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)  # `meta` has none
     program = tiny_program(name)
-    (place,) = task(program, "2xh100", mesh=(2,)).places
-    answer = solve_on(place, solver)
-    assert isinstance(answer, Answer)
-    communicator = SimulatedCommunicator((2,), device=DEVICE)
-    local = build_local(program, answer.decisions, communicator)
+    communicator = SimulatedCommunicator(MESH, coords=(seed % 2, seed // 2), device=DEVICE)
+    local = build_local(program, random_decisions(program, MESH, seed), communicator)
     executor = Executor(local)
     for instruction in local.instructions:
         if isinstance(instruction, Compute):
             executor.calls[instruction.index] = checked(executor.calls[instruction.index], instruction)
-    with new_mode(), torch.device(DEVICE):
-        sources = {}
-        for tensor, index in local.sources.items():
-            shape = local_shape(tensor.shape, tensor.slots, local.values[index].layout, (2,), communicator.coords)
-            value = torch.empty(shape, dtype=tensor.dtype)
-            sources[tensor] = nn.Parameter(value, tensor.requires_grad) if tensor.role == "param" else value
+    sources = {}
     with new_mode():
+        for tensor, index in local.sources.items():
+            shape = local_shape(tensor.shape, tensor.slots, local.values[index].layout, MESH, communicator.coords)
+            value = torch.empty(shape, dtype=tensor.dtype, device=DEVICE)
+            sources[tensor] = nn.Parameter(value, tensor.requires_grad) if tensor.role == "param" else value
         loss = executor.run(sources, RunState(dropout=False))[program.captured.loss_index]
         loss.backward()
     grads = [value.grad for tensor, value in sources.items() if tensor.role == "param" and tensor.requires_grad]
