@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from .effort import NEAR
+from .effort import GAP, NEAR
 
 if TYPE_CHECKING:
     from .answer import Answer
@@ -25,11 +25,13 @@ class Search:
         self.low: float | None = None
         """The largest aim whose answer fitted."""
         self.high: float | None = None
-        """The smallest aim whose answer did not."""
+        """The smallest aim whose answer did not, or what the rows count of that answer: below it they let in others."""
         self._empty = -math.inf
         """The largest aim that let in nothing that is wanted."""
         self.best: Answer | None = None
         self._misses = 0
+        self._fitted_s = self._missed_s = math.nan
+        """The objectives of the last answer that fitted its aim, and of the one at `high`, which did not fit."""
         self._progress = progress
         self.is_full = False
         """True once an answer leaves little of the true budget."""
@@ -43,6 +45,11 @@ class Search:
     def is_spent(self) -> bool:
         """True once aims are as near one another as sizes of values are."""
         return self._is_within(_SPENT)
+
+    @property
+    def is_flat(self) -> bool:
+        """True where what did not fit is no faster than the best that does: no aim between the two lets in what is."""
+        return self.best is not None and self.best.objective_s <= (1 + GAP) * self._missed_s
 
     @property
     def is_closed(self) -> bool:
@@ -72,21 +79,30 @@ class Search:
             if self._progress is not None:
                 self._progress.fits(answer.objective_s)
 
-    def note(self, answer: Answer) -> None:
-        """Take in the answer to the present aim, and move on."""
+    def note(self, answer: Answer, rows_peak: float = math.inf) -> None:
+        """Take in the answer to the present aim, of which the rows count `rows_peak`, and move on."""
         left = self.budget - answer.simulation.peak_bytes
+        is_known = False
         if left >= 0:
-            self.low = self.aim
+            is_known = math.isclose(answer.objective_s, self._fitted_s, rel_tol=GAP)
+            self.low, self._fitted_s = self.aim, answer.objective_s
             self.offer(answer)
             self.is_full = left <= NEAR * self.budget
             self.aim += 0.97 * left
         else:
-            self.high = self.aim
+            self.high = self.aim = min(self.aim, rows_peak)
+            self._missed_s = answer.objective_s
             self._misses += 1
             # where less in the rows is not as much less in truth, larger steps
             self.aim += (0.02 + self._misses) * left - 0.001 * self.budget
-        if self.high is not None and math.isfinite(self._below) and not self._below < self.aim < self.high:
-            self.aim = (self._below + self.high) / 2
+        if (
+            self.high is not None
+            and math.isfinite(self._below)
+            and (is_known or not self._below < self.aim < self.high)
+        ):
+            # where more in the rows let in nothing faster, there may be nothing up to what did not fit: that is asked at once
+            near = self.high - _SPENT * self.budget / 2
+            self.aim = max(near, self._below) if is_known else (self._below + self.high) / 2
 
 
 def _rank(answer: Answer) -> tuple[float, float]:

@@ -139,7 +139,7 @@ class Fitting:
     def _is_settled(self) -> bool:
         """True where no other row budget is worth a solve; it is while what is proven is much faster than what fits."""
         search = self.search
-        return search.is_narrow or search.is_full if self._is_proven else search.is_spent
+        return search.is_narrow or search.is_full if self._is_proven else search.is_spent or search.is_flat
 
     def _known(self) -> Answer | None:
         """Return the fastest answer with a known sharding that fits: where the search found none in time."""
@@ -171,7 +171,7 @@ class Fitting:
         assert solution.values is not None
         answer = self.solver.answer(solution, self.settings.floor_s)
         rows_peak = self.solver.full()[3].peak_bytes(solution.values)
-        self.search.note(answer)
+        self.search.note(answer, rows_peak)
         self._refit(answer, rows_peak, solution.bound)
 
     def _begin_from_smallest(self) -> Infeasible | None:
@@ -222,7 +222,7 @@ class Fitting:
         if 0 <= left <= NEAR * self.budget or tuple(options.values()) in self._held:
             return
         own = Search(self.budget, rows_peak)
-        own.note(answer)
+        own.note(answer, rows_peak)
         self._fit(options, own, bound, bisects=self.solver.is_small)
 
     def fitted(self, options: Options) -> Answer | None:
@@ -259,7 +259,7 @@ class Fitting:
             self.settings.deadline.part(self.effort.known_share * self.settings.time_limit_s)
         )
         for _ in range(self.effort.refits):
-            if own.is_full or own.is_narrow or self._is_over(deadline):
+            if own.is_full or own.is_narrow or own.is_flat or self._is_over(deadline):
                 break
             found = self._solve_held(held, own.aim, deadline)
             if found.values is None or found.objective >= self._to_beat:
@@ -267,10 +267,10 @@ class Fitting:
                     break
                 continue
             refitted = self._answer_of(found, bound)
-            own.note(refitted)
+            own.note(refitted, self.solver.full()[3].peak_bytes(found.values))
             if refitted.simulation.peak_bytes <= self.budget and refitted.objective_s < self.settings.cutoff_s:
                 self.search.offer(refitted)
-        if own.is_closed:
+        if own.is_closed or own.is_flat:
             self._fitted[tuple(options.values())] = options
 
     def _answer_of(self, found: Solution, bound: float) -> Answer:
