@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch
 from trainwright.artifacts import UserError
 from trainwright.profiler.kernels.allocator import measure
 from trainwright.tiers import MemoryStore, StoreOptions, memory
+from trainwright.tiers.copies import StreamCopies
 
 
 def test_what_is_read_is_what_was_written_last() -> None:
@@ -89,3 +92,37 @@ def test_what_waits_for_a_copy_waits_while_another_thread_does() -> None:
     waiting.join()
     assert torch.equal(into, ones)
     store.close()
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_memory_is_unlocked_before_it_is_released(monkeypatch: pytest.MonkeyPatch, closes: bool) -> None:
+    """CUDA would else take what the system maps there next for locked: copies of it fail ("resource already mapped")."""
+    locked: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    class Runtime:
+        @staticmethod
+        def cudaHostRegister(address: int, num_bytes: int, flags: int) -> int:
+            return 0
+
+        @staticmethod
+        def cudaHostUnregister(address: int) -> int:
+            memory = locked.pop(address)()
+            assert memory is not None, "it is still there"
+            assert memory.data_ptr() == address
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    copies = StreamCopies(torch.device("cuda", 0))
+    for num_bytes in (100, 5000):
+        buffer = copies.buffer(num_bytes)
+        locked[buffer.data_ptr()] = weakref.ref(buffer)
+        del buffer
+    assert len(locked) == 2
+    if closes:
+        copies.close()
+        assert not locked
+    del copies
+    gc.collect()
+    assert not locked

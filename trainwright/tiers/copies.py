@@ -9,6 +9,7 @@ On a CPU the device is what torch's allocator counts; the host's memory is mappe
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -140,6 +141,8 @@ class StreamCopies:
         self.device, self.traffic = device, Traffic()
         self._streams: dict[str, Any] = {direction: torch.cuda.Stream(device) for direction in DIRECTIONS}
         self._locked: list[Tensor] = []
+        self._release = weakref.finalize(self, _unlock, device, self._locked)
+        self._release.atexit = False  # CUDA may have ended by then
 
     def buffer(self, num_bytes: int) -> Tensor:
         """Return page-locked memory: registered, since torch's own allocator of such memory rounds to powers of two."""
@@ -169,9 +172,15 @@ class StreamCopies:
         return StreamCopy(self.device, event, source if direction == "write" else into)
 
     def close(self) -> None:
-        torch.cuda.synchronize(self.device)
-        while self._locked:
-            torch.cuda.cudart().cudaHostUnregister(self._locked.pop().data_ptr())
+        self._release()
+
+
+def _unlock(device: torch.device, locked: list[Tensor]) -> None:
+    """Let memory be page-locked no longer, before it is released: CUDA would else take what comes to lie there for locked."""
+    torch.cuda.synchronize(device)
+    while locked:
+        torch.cuda.cudart().cudaHostUnregister(locked[-1].data_ptr())
+        locked.pop()
 
 
 def _host_empty(num_bytes: int) -> Tensor:
