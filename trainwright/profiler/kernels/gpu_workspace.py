@@ -119,7 +119,7 @@ def _efficient_backward(args: Arguments, out: Any) -> int:
 
 def _reduction(args: Arguments, out: Any) -> int:
     values, dims = args[0], args[1] if len(args) > 1 else None
-    if not values.numel() or not out.numel() or not isinstance(out, Tensor):
+    if not isinstance(out, Tensor) or not values.numel() or not out.numel():
         return 0
     reduced = {dim % max(1, values.dim()) for dim in dims} if dims else set(range(values.dim()))
     strides = [(stride, dim) for dim, (stride, size) in enumerate(zip(values.stride(), values.shape)) if size > 1]
