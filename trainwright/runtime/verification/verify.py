@@ -214,7 +214,7 @@ class _Parallel:
         loss = find_loss(self._output())
         loss.backward()
         buffers = self._of_all_stages({name: buffer.detach().clone() for name, buffer in self.module.named_buffers()})
-        return Step(float(loss.detach()), dict(full_gradients(self.module)), buffers)
+        return Step(float(loss.detach()), _on_host(full_gradients(self.module)), _on_host(buffers))
 
     def _draw(self) -> None:
         """Take the gradients that the plan estimates with all rows kept, and in several draws; nothing of it remains."""
@@ -227,7 +227,7 @@ class _Parallel:
     def _estimated(self) -> dict[str, torch.Tensor]:
         buffers = [buffer.detach().clone() for buffer in self.module.buffers()]
         find_loss(self._output()).backward()
-        found = {name: value.detach() for name, value in full_gradients(self.module).items() if name in self._sampled}
+        found = _on_host({name: value for name, value in full_gradients(self.module).items() if name in self._sampled})
         self.module.zero_grad(set_to_none=True)
         with torch.no_grad():
             for buffer, before in zip(self.module.buffers(), buffers):
@@ -239,7 +239,7 @@ class _Parallel:
         make_optimizer(self.module.named_parameters()).step()
         self.module.zero_grad(set_to_none=True)
         whole = full_state_dict(self.module)
-        return {name: whole[name] for name in self.module.names}
+        return _on_host({name: whole[name] for name in self.module.names})
 
     def evaluate(self) -> Tensors:
         """Return loss and whole outputs in evaluation mode."""
@@ -247,7 +247,7 @@ class _Parallel:
         with torch.no_grad():
             found = outputs_of(self._output())
         whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in found.items()}
-        return self._of_all_stages(whole)
+        return _on_host(self._of_all_stages(whole))
 
     def _of_all_stages(self, own: Tensors) -> Tensors:
         pipe = self.module.pipe
@@ -255,6 +255,11 @@ class _Parallel:
 
     def _output(self) -> Any:
         return self.module(**self._part) if isinstance(self._part, dict) else self.module(*self._part)
+
+
+def _on_host(tensors: Tensors) -> dict[str, torch.Tensor]:
+    """Return the values where those of one process are; a plan's may be on a GPU."""
+    return {name: value.detach().cpu() for name, value in tensors.items()}
 
 
 def _parts(built: Any) -> tuple[nn.Module, Any, Any]:
