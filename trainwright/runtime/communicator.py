@@ -27,13 +27,9 @@ class MeshCommunicator:
 
     SETTLE_S = 3e-3
 
-    def __init__(self, device_mesh: DeviceMesh) -> None:
-        self.device_mesh = device_mesh
+    def __init__(self, device_mesh: DeviceMesh, device: torch.device | None = None) -> None:
+        self.device_mesh, self.device = device_mesh, device
         self.mesh = tuple(device_mesh.shape)
-        kind = device_mesh.device_type
-        self.device: torch.device | None = torch.device(kind)
-        if kind == "cuda":
-            self.device = torch.device(kind, torch.cuda.current_device())
         found = device_mesh.get_coordinate()
         assert found is not None, "this rank is not part of the mesh"
         self.coords = tuple(found)

@@ -196,7 +196,7 @@ class ParallelModule(nn.Module):
         """This rank's place among the plan's stages; None where it has none."""
         self.device_mesh: DeviceMesh = whole if self.pipe is None else whole[tuple(plan.inner_mesh)]
         """The mesh over which parameters are laid out: that of this rank's stage."""
-        self.communicator = MeshCommunicator(self.device_mesh)
+        self.communicator = MeshCommunicator(self.device_mesh, self.device)
         self.tier = None if tier is None else _tier_of(tier, plan, decisions, self.replicas, self.device)
         """The tier on which this rank's parameters, gradients and optimizer states rest; None where they stay in memory."""
         store = open_store(plan, self.device, None if self.tier is None else self.tier.store)

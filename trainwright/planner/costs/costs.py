@@ -388,7 +388,7 @@ class CostModel:
         """Return the peak bytes that the backward of `op` holds beside the saved tensors and the incoming gradients.
 
         These are the gradients that it makes, and its kernels' scratch memory, which is scaled as the op's work. An op whose
-        local form communicates runs other kernels, so its bytes are measured instead.
+        local form communicates runs other kernels, and of one that `is_uneven` a part takes another share: both are measured.
         """
         found = self._inner_of(group, op, split).record
         if found is not None:
@@ -551,8 +551,8 @@ class Inner:
     """The seconds of the forward's other collectives."""
     backward_s: float = 0.0
     record: OpRecord | None = None
-    """The other costs of the rank's part, measured on fake tensors; None for an op that does not communicate, which
-    takes its share of the whole op's costs."""
+    """The other costs of the rank's part, measured on fake tensors; None for an op that takes its share of the
+    whole op's costs."""
 
 
 def inner_costs(costs: CostModel, group: Group, op: Op, split: Split) -> Inner:

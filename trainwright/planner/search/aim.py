@@ -101,8 +101,8 @@ class Search:
             and (is_known or not self._below < self.aim < self.high)
         ):
             # where more in the rows let in nothing faster, there may be nothing up to what did not fit: that is asked at once
-            near = self.high - _SPENT * self.budget / 2
-            self.aim = max(near, self._below) if is_known else (self._below + self.high) / 2
+            middle = (self._below + self.high) / 2
+            self.aim = max(middle, self.high - _SPENT * self.budget / 2) if is_known else middle
 
 
 def _rank(answer: Answer) -> tuple[float, float]:

@@ -222,7 +222,7 @@ class Fitting:
         if 0 <= left <= NEAR * self.budget or tuple(options.values()) in self._held:
             return
         own = Search(self.budget, rows_peak)
-        own.note(answer, rows_peak)
+        own.note(answer)
         self._fit(options, own, bound, bisects=self.solver.is_small)
 
     def fitted(self, options: Options) -> Answer | None:

@@ -30,10 +30,14 @@ _TO_32_BITS = (torch.float16, torch.bfloat16, torch.float32)
 _HALVES = _TO_32_BITS[:2]
 NUM_BLAS_THREADS = 2
 """The threads that call cuBLAS: the caller's, for forward and update, and autograd's, for the backward."""
-_THREADS = 132 * 2048
-"""The threads that an H100 or H200 runs at once; a device with fewer takes less for a sum, by as much at most."""
-_SORTED_FROM = 3072
-"""The indices above which the gradient of an embedding is made by sorting them."""
+_NUM_UNITS, _UNIT_THREADS = 132, 2048
+"""The multiprocessors of an H100 or H200, and the threads that each runs; a sum takes no more on a device with fewer."""
+_BLOCK_THREADS = 512
+"""The most threads of a block of torch's reductions; a thread that reads several outputs at once counts as so many."""
+_LEAST_VALUES, _MOST_VALUES = 16, 256
+"""The values that each thread of a reduction has at least where threads share an output, and those above which blocks do."""
+_SORTED_FROM, _SEGMENT, _INDEX_BYTES = 3072, 10, 48
+"""Of an embedding's gradient: indices above which they are sorted, rows of a partial sum, and what sorting an index takes."""
 
 
 def gpu_workspace_bytes(func: Any, args: Arguments, out: Any) -> int:
@@ -69,21 +73,21 @@ def reduction_bytes(num_outputs: int, num_inputs: int, across: bool, value_bytes
     """
     vector = math.gcd(4, num_outputs) if across else 1
     width, height = (num_outputs // vector, num_inputs) if across else (num_inputs, num_outputs)
-    most = 512 // vector
+    most = _BLOCK_THREADS // vector
     most_wide, most_high = min(_power_of_two(width), most), min(_power_of_two(height), most)
     high = min(most_high, most // min(most_wide, 32))
     wide = min(most_wide, most // high)
     steps = 1 if across else wide
     values = -(-num_inputs // steps)
-    if values < min(16 * high, 256):
+    if values < min(_LEAST_VALUES * high, _MOST_VALUES):
         return 0  # each row of threads has outputs of its own
     values = -(-num_inputs // (steps * high))
     columns = -(-(num_outputs // vector) // (wide if across else 1))
-    filled = _THREADS // 2048 * (2048 // (wide * high))
-    if values < 256 or columns > filled:
+    filled = _NUM_UNITS * (_UNIT_THREADS // (wide * high))
+    if values < _MOST_VALUES or columns > filled:
         return 0
-    blocks = max(min(-(-filled // columns), -(-values // 16)), -(-values // 256))
-    if blocks <= 1:
+    blocks = max(min(-(-filled // columns), -(-values // _LEAST_VALUES)), -(-values // _MOST_VALUES))
+    if blocks == 1:
         return 0
     partial = value_bytes * num_outputs * blocks * (wide * vector if across else 1)
     return _rounded(partial, 512) + _rounded(4 * columns, 512)
@@ -136,7 +140,8 @@ def _embedding_backward(args: Arguments, out: Tensor) -> int:
     num_indices, num_rows = args[1].numel(), args[2]
     if num_indices <= _SORTED_FROM:
         return 0
-    return 4 * out.shape[-1] * (-(-num_indices // 10) + min(num_indices, num_rows)) + 48 * num_indices
+    num_sums = -(-num_indices // _SEGMENT) + min(num_indices, num_rows)
+    return 4 * out.shape[-1] * num_sums + _INDEX_BYTES * num_indices
 
 
 def _convolution(args: Arguments, out: Tensor) -> int:
