@@ -216,11 +216,14 @@ class Ways(Space):
             yield from self._take(incumbent, proposal.bounded(proposal.step_s * (1 - GAP), refused.floor_s, budget))
         elif self.turn < self._last and is_slower != self.place.solver.hides:
             # GPUs try the way that holds most first, CPUs the one that holds least
+            if not is_slower and not self.is_beside:
+                self._note_refusal(incumbent, refused)
             yield replace(self, turn=self._skip(self.turn + 1))
         elif refused.outcome is Outcome.STOPPED and not is_whole:
             yield replace(self, is_again=True)
         elif not is_slower and not self.is_beside:
             incumbent.failures.append((self.place, refused))
+            self._note_refusal(incumbent, refused)
             self.is_bound = True
             if refused.outcome is Outcome.STOPPED:
                 yield from self._beside(refused)
@@ -253,6 +256,14 @@ class Ways(Space):
         """
         if known.answer.binds and self.place.task.budget_bytes is not None and self.place.solver.hides:
             incumbent.bound_s = min(incumbent.bound_s, max(bound_s, known.answer.floor_s))
+
+    def _note_refusal(self, incumbent: Incumbent, refused: Infeasible) -> None:
+        """Lower the bound where no plan fitted, and rows that count too much or too little may have missed one.
+
+        Where a lack of time was the reason, on the last way, the mesh is named as not searched instead.
+        """
+        if refused.outcome is Outcome.DOES_NOT_FIT or self.turn < self._last:
+            incumbent.bound_s = min(incumbent.bound_s, max(refused.bound_s, refused.floor_s))
 
     def _beside(self, refused: Infeasible | None = None) -> Iterator[Space]:
         """Yield the space of the recipe that `joint` is held against.

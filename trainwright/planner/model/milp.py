@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .deadline import LEAST_S, Deadline
+from .deadline import LEAST_S, Deadline, Pace
 from .outcome import Outcome
 
 Terms = list[tuple[int, float]]
@@ -21,13 +21,15 @@ MIB = 2.0**20
 INFINITY = math.inf
 Progress = Callable[[float, float], None]
 """Called as (best objective, bound)."""
-_PIVOT_S, _PIVOT_ENTRY_S = 15e-6, 1.5e-9
-"""The work of one step of the simplex method, and of each coefficient of the model in it."""
-_CHECK_S, _CHECK_ENTRY_S = 3e-3, 0.3e-6
-"""The work between two moments at which the solver of a program with whole columns may be interrupted, and of each coefficient."""
-_MOST_PIVOTS = 2**31 - 2
+_PIVOT_S, _PIVOT_ENTRY_S = 8e-6, 0.9e-9
+"""The work of a pivot of the simplex method in a relaxation, and of each coefficient of the model in it."""
+_WARM_ENTRY_S = 20e-9
+"""The work of each coefficient before the first pivot of a relaxation that is solved again: its basis is factorised."""
+_NODE_PIVOT_S, _NODE_PIVOT_ENTRY_S = 150e-6, 0.5e-9
+"""The work of a pivot in branch and bound, with the cuts, the heuristics and the propagation that go with it."""
 _BEGIN_ENTRY_S = 0.8e-6
 """The work of each coefficient before a solve: its row written, passed on and presolved."""
+_MOST_PIVOTS = 2**31 - 2
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ class Model:
         time_limit_s: seconds of work, which are counted in `deadline`; where that is over, what is found so far will do.
         """
         deadline = Deadline() if deadline is None else deadline
-        scale = 1.0 if relaxed else _scale_of(self.cost if cost is None else cost.values())
+        scale = _scale_of(self.cost if cost is None else cost.values())
         highs = self._pass(relaxed, fixed or {}, cost, scale)
         highs.setOptionValue("time_limit", deadline.wall_s)
         highs.setOptionValue("mip_rel_gap", gap)
@@ -171,19 +173,17 @@ class Model:
             self._start(highs, start)
         if progress is not None and not relaxed:
             _listen(highs, progress, scale)
-        work = self._work(relaxed)
+        work = self._work(relaxed, deadline.pace)
         if not relaxed:
             _stop_when_good(highs, patience, time_limit_s, deadline, work, scale * cutoff)
         highs.run()
-        if relaxed:
-            work.steps = max(0, highs.getInfo().simplex_iteration_count)
-        deadline.count(work.seconds)
+        deadline.count(work.after(max(0, highs.getInfo().simplex_iteration_count)))
         return _read(highs, relaxed, scale)
 
-    def _work(self, relaxed: bool) -> _Work:
-        step_s, entry_s = (_PIVOT_S, _PIVOT_ENTRY_S) if relaxed else (_CHECK_S, _CHECK_ENTRY_S)
+    def _work(self, relaxed: bool, pace: Pace) -> _Work:
+        pivot_s, entry_s = (_PIVOT_S, _PIVOT_ENTRY_S) if relaxed else (_NODE_PIVOT_S, _NODE_PIVOT_ENTRY_S)
         size = len(self.coefficients)
-        return _Work(step_s + entry_s * size, _BEGIN_ENTRY_S * size)
+        return _Work(_BEGIN_ENTRY_S * size, pivot_s + entry_s * size, pace)
 
     def _pass(
         self, relaxed: bool, fixed: Mapping[int, float], cost: Mapping[int, float] | None, scale: float = 1.0
@@ -217,9 +217,10 @@ class Model:
 
     def relaxation(self, fixed: Mapping[int, float], cost: Mapping[int, float] | None = None) -> Relaxation:
         """Return the model without integrality, to be solved again and again under other bounds."""
-        highs = self._pass(True, fixed, cost)
+        scale = _scale_of(self.cost if cost is None else cost.values())
+        highs = self._pass(True, fixed, cost, scale)
         highs.setOptionValue("threads", 1)
-        return Relaxation(highs, self._work(True))
+        return Relaxation(highs, self._work(True, Pace()), _WARM_ENTRY_S * len(self.coefficients), scale)
 
     def _start(self, highs, values: np.ndarray) -> None:
         import highspy
@@ -231,15 +232,21 @@ class Model:
 
 @dataclass
 class _Work:
-    """The work of one solve, counted."""
+    """The work of one solve: estimated while it goes on, counted once it has ended."""
 
-    step_s: float
     begin_s: float
-    steps: int = 0
+    pivot_s: float
+    pace: Pace
+    moments: int = 0
 
     @property
     def seconds(self) -> float:
-        return self.begin_s + self.step_s * self.steps
+        return self.begin_s + self.pivot_s * self.pace.pivots_in(self.moments)
+
+    def after(self, pivots: int) -> float:
+        """Return the seconds of the whole solve, which took so many pivots."""
+        self.pace.note(self.moments, pivots)
+        return self.begin_s + self.pivot_s * pivots
 
 
 @dataclass(frozen=True)
@@ -254,8 +261,9 @@ class Vertex:
 class Relaxation:
     """A linear program in memory: a change of bounds costs a few dual simplex steps from a basis near by."""
 
-    def __init__(self, highs: Any, work: _Work) -> None:
-        self._highs, self._pivot_s, self._begin_s = highs, work.step_s, work.begin_s
+    def __init__(self, highs: Any, work: _Work, again_s: float, scale: float) -> None:
+        self._highs, self._scale = highs, scale
+        self._pivot_s, self._begin_s, self._again_s = work.pivot_s, work.begin_s, again_s
 
     def bound(self, columns: Sequence[int], uppers: Sequence[float]) -> None:
         """Let each of `columns` range from 0 to its upper bound."""
@@ -268,12 +276,12 @@ class Relaxation:
     def charge(self, costs: Mapping[int, float]) -> None:
         """Give columns other costs."""
         columns = np.array(list(costs), dtype=np.int32)
-        self._highs.changeColsCost(len(columns), columns, np.array(list(costs.values()), float))
+        self._highs.changeColsCost(len(columns), columns, self._scale * np.array(list(costs.values()), float))
 
     def duals(self, rows: Sequence[int]) -> list[float]:
         """Return, after a solve that found the optimum, by how much it rises with each row's side."""
         found = self._highs.getSolution().row_dual
-        return [float(found[row]) for row in rows]
+        return [float(found[row]) / self._scale for row in rows]
 
     def solve(
         self, basis: Any = None, cutoff: float = INFINITY, time_limit_s: float = 30.0, deadline: Deadline | None = None
@@ -287,20 +295,21 @@ class Relaxation:
         highs = self._highs
         if basis is not None:
             highs.setBasis(basis)
-        highs.setOptionValue("objective_bound", cutoff)
+        highs.setOptionValue("objective_bound", self._scale * cutoff)
         deadline = Deadline() if deadline is None else deadline
         most = time_limit_s / self._pivot_s
         highs.setOptionValue("simplex_iteration_limit", int(min(most, _MOST_PIVOTS)) + 1)
         highs.setOptionValue("time_limit", highs.getRunTime() + deadline.wall_s)
         highs.run()
         info = highs.getInfo()
-        deadline.count(self._begin_s + self._pivot_s * max(1, info.simplex_iteration_count))
-        self._begin_s = 0.0
+        deadline.count(self._begin_s + self._pivot_s * max(0, info.simplex_iteration_count))
+        self._begin_s = self._again_s
         status = highs.getModelStatus()
         if status == highspy.HighsModelStatus.kOptimal:
-            if info.objective_function_value > cutoff:
+            objective = info.objective_function_value / self._scale
+            if objective > cutoff:
                 return Outcome.SLOWER
-            return Vertex(info.objective_function_value, np.array(highs.getSolution().col_value), highs.getBasis())
+            return Vertex(objective, np.array(highs.getSolution().col_value), highs.getBasis())
         if status == highspy.HighsModelStatus.kObjectiveBound:
             return Outcome.SLOWER
         is_infeasible = status in (
@@ -341,7 +350,7 @@ def _stop_when_good(
 ) -> None:
     def asked(event) -> None:
         out = event.data_out
-        work.steps += 1
+        work.moments += 1
         is_good = patience is not None and out.mip_gap <= patience.gap_after(work.seconds)
         is_good = is_good or out.mip_dual_bound >= cutoff
         is_late = out.running_time > LEAST_S and deadline.is_over

@@ -76,7 +76,7 @@ class Infeasible:
     floor_s: float = 0.0
     """Seconds that no answer of this search beats, whatever the memory."""
     bound_s: float = 0.0
-    """Seconds that no answer beats which the memory rows let in."""
+    """Seconds that no answer beats which the memory rows let in; ∞ where they are proven to let nothing in."""
 
 
 def refused(outcome: Outcome) -> Infeasible:
@@ -88,10 +88,11 @@ def refused(outcome: Outcome) -> Infeasible:
 
 @dataclass(frozen=True)
 class Least:
-    """The answer that holds least by the rows, their peak, and the fullest of them."""
+    """The answer that holds least by the rows: their peak, the bytes below which no plan is by a proof, the fullest of them."""
 
     answer: Answer
     rows_peak: float
+    rows_bound: float
     binding: tuple[str, ...]
 
 

@@ -45,6 +45,8 @@ class Fitting:
         self._earlier: tuple[float, np.ndarray] | None = None
         self._least: Least | None = None
         """The smallest plan by the rows, where it did not fit and plans that are a little larger by the rows were looked at."""
+        self._least_rows_bytes = -math.inf
+        """What no plan is below by the rows, as far as it is proven."""
         self._held: set[tuple[int, ...]] = set()
         self._fitted: dict[tuple[int, ...], Options] = {}
         """Those of them of which no row budget is left to try."""
@@ -53,7 +55,11 @@ class Fitting:
         """The rows' budgets under which the whole space was solved, each with the bound that this proved."""
 
     def run(self) -> Answer | Infeasible:
-        """Return the answer, or why there is none."""
+        """Return the answer, or why there is none, with what is proven all the same."""
+        found = self._run()
+        return found if isinstance(found, Answer) else replace(found, bound_s=self._bound_s)
+
+    def _run(self) -> Answer | Infeasible:
         search = self.search
         for _ in range(self.effort.corrections + 1):
             solution = self._solve(self.settings.cutoff_s)
@@ -75,9 +81,7 @@ class Fitting:
                 break
         self._propose_others()
         if search.best is None and math.isfinite(self.settings.cutoff_s):
-            bound_s = max(self._proving.values(), default=0.0)
-            outcome = Outcome.SLOWER if bound_s >= self.settings.cutoff_s else Outcome.STOPPED
-            return Infeasible(outcome, bound_s=bound_s)
+            return Infeasible(Outcome.SLOWER if self._bound_s >= self.settings.cutoff_s else Outcome.STOPPED)
         best = search.best or self._known()
         # an answer that fitted no aim of the whole search fits, and yet not without rows
         low = float(self.budget) if search.low is None else search.low
@@ -131,6 +135,13 @@ class Fitting:
         return max(self._proving.values(), default=math.inf)
 
     @property
+    def _bound_s(self) -> float:
+        """The seconds that no plan beats which the rows let into the budget, where no answer is found."""
+        if self._least_rows_bytes > self.budget:
+            return math.inf
+        return max(self._proving.values(), default=0.0)
+
+    @property
     def _is_proven(self) -> bool:
         """True where nothing that the rows let in is faster than what is to be beaten by more than the objective is off."""
         return math.isinf(self._to_beat) or self._to_beat <= (1 + CLOSE) * self._proven_s
@@ -176,7 +187,7 @@ class Fitting:
 
     def _begin_from_smallest(self) -> Infeasible | None:
         """Restart from the smallest plan, since the rows rejected every one: its own peak by the rows is the next row budget."""
-        least = self._least or self.solver.least(self.settings)
+        least = self._find_least()
         if isinstance(least, Outcome):
             return None if least is not Outcome.INFEASIBLE and self._known() is not None else refused(least)
         smallest, rows_peak = least.answer, least.rows_peak
@@ -195,6 +206,12 @@ class Fitting:
         self.search.is_full = False  # that it fits says nothing of what is fastest
         return None
 
+    def _find_least(self) -> Least | Outcome:
+        least = self._least or self.solver.least(self.settings)
+        if not isinstance(least, Outcome):
+            self._least_rows_bytes = least.rows_bound
+        return least
+
     def _may_hold_less(self, least: Least) -> bool:
         """Return true where the smallest plan misses the budget by little, and the rows count too much of it.
 
@@ -204,7 +221,7 @@ class Fitting:
         return peak_bytes <= self.effort.tries_below * self.budget and least.rows_peak > (1 + NEAR) * peak_bytes
 
     def _smallest_that_fits(self) -> Answer | Infeasible:
-        least = self._least or self.solver.least(self.settings)
+        least = self._find_least()
         if isinstance(least, Outcome):
             return refused(least)
         if least.answer.simulation.peak_bytes <= self.budget:

@@ -275,7 +275,8 @@ class Solver:
             return found
         known = [self._least_by_rows(settings.held_to(options)) for options in self.starts(settings)]
         each = [found, *(least for least in known if isinstance(least, Least))]
-        return min(each, key=lambda least: least.answer.simulation.peak_bytes)
+        least = min(each, key=lambda least: least.answer.simulation.peak_bytes)
+        return replace(least, rows_bound=found.rows_bound)
 
     def _least_by_rows(self, settings: Settings) -> Least | Outcome:
         model, sharding, recompute, memory = self.full()
@@ -301,7 +302,8 @@ class Solver:
             hidden = sharding.hidden
             in_full_s = (lambda values: float(np.dot(model.cost, values))) if hidden is None else hidden.in_full_s
             found = replace(solution, bound=-math.inf, objective=in_full_s(solution.values))
-        return Least(self.answer(found, settings.floor_s, choice), rows_peak, binding)
+        answer = self.answer(found, settings.floor_s, choice)
+        return Least(answer, rows_peak, rows_peak * (1 - min(1.0, solution.gap)), binding)
 
     def _mostly_peak(self, settings: Settings) -> dict[int, float]:
         """The cost of what the rows hold at their peak, in MiB; in a large model, with a little of the seconds."""
