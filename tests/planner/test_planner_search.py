@@ -193,6 +193,37 @@ def test_a_deadline_that_ends_before_anything_is_found_is_refused_with_more_time
     assert place.task.deadline.limited(1e9) <= 30
 
 
+@pytest.mark.parametrize(("proven", "stated"), [(0.0, 0.5), (0.9, 0.1), (math.inf, 0.0)])
+def test_a_way_in_which_nothing_was_found_binds_what_is_proven_of_all(
+    monkeypatch, proven: float, stated: float
+) -> None:
+    """What rows let in, and does not fit, proves nothing of what else they let in: another way's proof is of that way alone."""
+    place, known = answered()
+    answer = replace(known, gap=0.0, row_budget=float(place.task.budget_bytes))
+    floor_s = 0.5 * answer.objective_s
+    refused = Infeasible(Outcome.DOES_NOT_FIT, floor_s=floor_s, bound_s=proven * answer.objective_s)
+    monkeypatch.setattr(Ways, "_solve", lambda self, _: refused if self.turn == 0 else answer)
+    monkeypatch.setattr(ways, "first_that_fits", lambda *_: None)
+    found = solve_on(place, "joint")
+    assert isinstance(found, Answer)
+    assert found.gap == pytest.approx(stated, abs=1e-9)
+
+
+@pytest.mark.parametrize(("share", "bound_s"), [(1.01, math.inf), (0.99, 0.125)])
+def test_that_nothing_fits_is_proven_where_the_smallest_by_the_rows_is_above_the_budget(
+    place, monkeypatch, share, bound_s
+):
+    """Else what was proven under a row budget from the true one on is all there is."""
+    search = Fitting(place.solver, place.settings("joint"), budget=1000)
+    larger = Answer(None, None, SimpleNamespace(peak_bytes=1100), 0.0, 1.0)
+    search._proofs[1000.0] = 0.125
+    monkeypatch.setattr(Fitting, "_solve", lambda *_: Solution(Outcome.INFEASIBLE, None, math.inf, math.inf))
+    monkeypatch.setattr(Solver, "least", lambda *_: Least(larger, 1000 * share, 1000 * share, ("a row",)))
+    found = search.run()
+    assert isinstance(found, Infeasible)
+    assert (found.outcome, found.bound_s) == (Outcome.DOES_NOT_FIT, bound_s)
+
+
 @pytest.fixture
 def ctrl_c():
     """Press Ctrl-C; where these tests run in the background, it may be ignored otherwise."""

@@ -77,6 +77,8 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
     model: Any
     lr_scheduler: Any
 
+    accelerator: Any
+
     def __init__(
         self,
         model: nn.Module | None = None,
