@@ -76,6 +76,24 @@ def local_shape(
     return tuple(dims)
 
 
+def memory_order(strides: Sequence[int]) -> tuple[int, ...]:
+    """Return the dims of a tensor from the one whose entries lie furthest apart in memory to the one with the nearest.
+
+    >>> memory_order((60, 4, 12, 1)), memory_order((12, 4, 1))  # of a transposed tensor, and of one that is not
+    ((0, 2, 1, 3), (0, 1, 2))
+    """
+    return tuple(sorted(range(len(strides)), key=lambda dim: -strides[dim]))
+
+
+def slots_in_order(slots: Sequence[Slot], order: Sequence[int]) -> list[int]:
+    """Return the indices of all slots, dim by dim as `order` has them.
+
+    >>> slots_in_order([Slot(0, 2), Slot(1, 3), Slot(1, 4), Slot(2, 5)], (2, 1, 0))
+    [3, 1, 2, 0]
+    """
+    return [index for dim in order for index in slots_of_dim(slots, dim)]
+
+
 def slots_of_dim(slots: Sequence[Slot], dim: int) -> list[int]:
     """Return the indices of the slots of `dim`."""
     return [index for index, slot in enumerate(slots) if slot.dim == dim]

@@ -19,7 +19,7 @@ from .blocks import Region, RegionClass, classify, find_regions
 from .discover import discovered
 from .factors import Factor, leaves, unify, whole
 from .groups import Group, build_groups
-from .layout import Layout, Slot
+from .layout import Layout, Slot, memory_order
 
 
 @dataclass(eq=False)
@@ -33,6 +33,8 @@ class Tensor:
     role: str
     """The kind of tensor: param, buffer, input, const or op."""
     dims: list[list[Factor]]
+    order: tuple[int, ...]
+    """The dims as an op's result has them in memory in the model as it is; a change of layout keeps it (`layout.memory_order`)."""
     producer: Op | None = None
     consumers: list[Op] = field(default_factory=list)
     value: Any = None
@@ -216,7 +218,9 @@ class _Builder:
     def _tensor(self, key: str, value: torch.Tensor, role: str, dims: list[list[Factor]] | None = None) -> Tensor:
         shape = tuple(int(size) for size in value.shape)
         dims = [whole(size) for size in shape] if dims is None else dims
-        tensor = Tensor(key, shape, value.dtype, bool(value.requires_grad), role, dims)
+        is_made = role == "op" and value.layout is torch.strided
+        order = memory_order(value.stride()) if is_made else tuple(range(len(shape)))
+        tensor = Tensor(key, shape, value.dtype, bool(value.requires_grad), role, dims, order)
         self.tensors.append(tensor)
         return tensor
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from .layout import PARTIAL, REPLICATE, Layout, Slot, axes_of, local_sizes
+from .layout import PARTIAL, REPLICATE, Layout, Slot, axes_of, local_sizes, slots_in_order
 
 Kind = Literal["slice", "reduce_scatter", "all_reduce", "all_to_all", "all_gather"]
 
@@ -25,6 +25,13 @@ class Step:
     """The slot that an `all_to_all` joins; else -1."""
     before: Layout
     after: Layout
+
+    def of_slots(self, places: Sequence[int]) -> Step:
+        """Return the step of a tensor whose slots are those of `places` in turn."""
+        new = {slot: place for place, slot in enumerate(places)}
+        slot, source = (new.get(each, each) for each in (self.slot, self.source))
+        before, after = (tuple(new.get(at, at) for at in layout) for layout in (self.before, self.after))
+        return Step(self.kind, self.axis, slot, source, before, after)
 
 
 @lru_cache(maxsize=100_000)
@@ -90,15 +97,18 @@ def step_bytes(step: Step, slots: Sequence[Slot], itemsize: int, mesh: Sequence[
     return count
 
 
-def held_bytes(step: Step, slots: Sequence[Slot], itemsize: int, mesh: Sequence[int]) -> tuple[int, int]:
+def held_bytes(
+    step: Step, slots: Sequence[Slot], itemsize: int, mesh: Sequence[int], order: Sequence[int]
+) -> tuple[int, int]:
     """Return the bytes that one step of a reshard allocates beside its operand, and those of the memory of its result.
 
-    Parts that are not consecutive in memory are copied before they are sent and after they have come. A gather brings as much
-    from every rank, so a result that is not copied lies in memory that is padded.
+    order: the dims as they lie in memory. Parts that are not consecutive in memory are copied before they are sent and after they
+    have come. A gather brings as much from every rank, so a result that is not copied lies in memory that is padded.
     """
     before, after = (local_sizes(slots, layout, mesh, None) for layout in (step.before, step.after))
     given, left = itemsize * math.prod(before), itemsize * math.prod(after)
-    is_consecutive = math.prod(before[: step.slot]) == 1
+    each = slots_in_order(slots, order)
+    is_consecutive = step.slot < 0 or math.prod(before[slot] for slot in each[: each.index(step.slot)]) == 1
     if step.kind == "all_gather":
         padded = given * mesh[step.axis]
         return (padded, padded) if is_consecutive else (padded + left, left)

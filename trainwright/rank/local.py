@@ -215,8 +215,10 @@ class _Builder:
                  lent: Value | None = None) -> Value:  # fmt: skip
         """Emit a reshard; where a copy is `lent`, borrow it, so that autograd sums its readers' gradients."""
         tensor = held.tensor
-        there = Route(transition(held.layout, forward), tensor.shape, tensor.slots, self.communicator)
-        back = Route(transition(gradient, due), tensor.shape, tensor.slots, self.communicator)
+        there, back = (
+            Route(steps, tensor.shape, tensor.slots, self.communicator, tensor.order)
+            for steps in (transition(held.layout, forward), transition(gradient, due))
+        )
         copy = self._value(key, tensor, forward)
         copy.recomputed &= region >= 0  # one that serves several blocks is kept
         change = Reshard(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from ..ops.expert_limits import Limit
 from ..ops.local import Rows
-from ..program.layout import Slot, chunk, local_shape, local_sizes
+from ..program.layout import Slot, chunk, local_shape, local_sizes, slots_in_order
 from ..program.transition import Step
 from .travel import issued_step
 
@@ -109,10 +110,33 @@ class _Sum:
 
 
 class Route:
-    """The steps from one layout to another, for tensors of one shape; made once, run every step."""
+    """The steps from one layout to another, for tensors of one shape; made once, run every step.
 
-    def __init__(self, steps: Sequence[Step], shape: Sequence[int], slots: Sequence[Slot], communicator: Communicator):
+    order: the dims as they lie in memory, by default as they are counted. The result has the same order, so that what is a view
+    of the tensor in the model as it is, such as heads joined behind attention, is one of the result too, and copies nothing.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        shape: Sequence[int],
+        slots: Sequence[Slot],
+        communicator: Communicator,
+        order: Sequence[int] | None = None,
+    ) -> None:
         self.steps, self.shape, self.slots, self.communicator = tuple(steps), tuple(shape), tuple(slots), communicator
+        self._there: tuple[int, ...] = ()
+        """The dims in memory's order, where that is another; steps, shape and slots are then those of the tensor so permuted."""
+        self._back: tuple[int, ...] = ()
+        if order is not None and tuple(order) != tuple(range(len(order))) and self.steps:
+            self._permute(tuple(order))
+
+    def _permute(self, order: tuple[int, ...]) -> None:
+        places = slots_in_order(self.slots, order)
+        self.steps = tuple(step.of_slots(places) for step in self.steps)
+        self.slots = tuple(replace(self.slots[slot], dim=order.index(self.slots[slot].dim)) for slot in places)
+        self.shape = tuple(self.shape[dim] for dim in order)
+        self._there, self._back = order, tuple(order.index(dim) for dim in range(len(order)))
 
     @property
     def moves(self) -> bool:
@@ -121,13 +145,11 @@ class Route:
 
     def run(self, x: Tensor) -> Tensor:
         """Return the rank's part in the target layout; `x` itself is left as it is."""
-        for step in self.steps:
-            x = self._run_step(step, x)
-        return x
+        return self.run_from(0, self._in_order(x))
 
     def start(self, x: Tensor) -> Pending:
         """Issue the first collective; `wait` returns what `run` would. The steps before and after it are not overlapped."""
-        number = 0
+        number, x = 0, self._in_order(x)
         while number < len(self.steps) and self.steps[number].kind == "slice":
             x = self._run_step(self.steps[number], x)
             number += 1
@@ -138,10 +160,13 @@ class Route:
         return _Underway(None, self.communicator.issue(step.kind, step.axis, sent), finish, self, number + 1)
 
     def run_from(self, number: int, x: Tensor) -> Tensor:
-        """Return `x` after step `number` and those that follow."""
+        """Return what the route leads to from `x`, whose dims are in memory's order, by step `number` and those that follow."""
         for step in self.steps[number:]:
             x = self._run_step(step, x)
-        return x
+        return x.permute(self._back) if self._back else x
+
+    def _in_order(self, x: Tensor) -> Tensor:
+        return x.permute(self._there) if self._there else x
 
     def _run_step(self, step: Step, x: Tensor) -> Tensor:
         if step.kind == "all_to_all":

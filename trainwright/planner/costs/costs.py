@@ -209,11 +209,11 @@ class CostModel:
 
     def _held_bytes(self, tensor: Tensor, source: Layout, target: Layout) -> tuple[int, int]:
         """Return the bytes that a reshard holds at its peak, and when it is done."""
-        key = (tensor.slots, tensor.dtype.itemsize, source, target)
+        key = (tensor.slots, tensor.order, tensor.dtype.itemsize, source, target)
         if key not in self._changes:
             most = made = 0
             for step in transition(source, target):
-                taken, left = held_bytes(step, tensor.slots, tensor.dtype.itemsize, self.mesh)
+                taken, left = held_bytes(step, tensor.slots, tensor.dtype.itemsize, self.mesh, tensor.order)
                 most, made = max(most, made + self.taken_bytes(taken)), self.taken_bytes(left)
             self._changes[key] = most, made
         return self._changes[key]

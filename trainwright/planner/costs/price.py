@@ -247,10 +247,10 @@ def _reshard_s(local: LocalProgram, instruction: Reshard, costs: CostModel) -> S
     if tensor is local.program.loss and comes_late(local.program, there.steps):
         return 0.0, 0.0
     itemsize = tensor.dtype.itemsize
-    forward = sum(costs.step_s(step, tensor.slots, itemsize) for step in there.steps)
+    forward = sum(costs.step_s(step, there.slots, itemsize) for step in there.steps)
     if not tensor.requires_grad:
         return forward, 0.0
-    backward = sum(costs.step_s(step, tensor.slots, itemsize) for step in back.steps)
+    backward = sum(costs.step_s(step, back.slots, itemsize) for step in back.steps)
     once = tensor.role == "param" and not there.steps
     return forward, backward / costs.num_runs if once else backward
 
