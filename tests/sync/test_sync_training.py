@@ -42,11 +42,16 @@ SHARDED = ("decentlam", "lsgd", "diloco", "1-bit-adam")
 
 @cache
 def planned(num_ranks: int = 1, solver: str = "joint") -> tw.Plan:
+    """Plan the squares; of several ranks each has rows of every weight, not columns, which would do as well."""
     parts = Squares.build()
-    return tw.plan(
+    plan = tw.plan(
         parts["model"], parts["batch"], loss_fn=parts["loss_fn"], hardware=f"cpu:{num_ranks}", optimizer="sgd",
         solver=solver,
     )  # fmt: skip
+    if num_ranks == 1:
+        return plan
+    rows = {name: param.model_copy(update={"layout": ("S0",)}) for name, param in plan.params.items()}
+    return plan.model_copy(update={"params": rows})
 
 
 def written(plan: tw.Plan, folder: Path) -> str:
