@@ -291,9 +291,7 @@ def test_a_solve_ends_at_a_count_of_work_however_long_that_takes(monkeypatch):
     ends = []
     for _ in range(2):
         deadline = Deadline()
-        knapsacks().solve(
-            gap=0.0, deadline=deadline, time_limit_s=1.0
-        )  # how many pivots it does between looks is seen here
+        knapsacks().solve(gap=0.0, deadline=deadline, time_limit_s=1.0)  # shows the pivots between two looks
         first_s = deadline.work_s
         found = knapsacks().solve(gap=0.0, deadline=deadline, time_limit_s=4.0)
         ends.append((found.objective, found.bound, found.outcome, first_s, deadline.work_s - first_s))
@@ -301,7 +299,7 @@ def test_a_solve_ends_at_a_count_of_work_however_long_that_takes(monkeypatch):
         monkeypatch.setattr(time, "perf_counter", lambda clock=clock: float(next(clock)))
     assert ends[0] == ends[1]
     assert ends[0][2] is Outcome.FEASIBLE
-    assert 0.0 < ends[0][4] < 5.0
+    assert 0.3 < ends[0][4] < 4.2
 
 
 @pytest.mark.parametrize(("fast_from", "expected"), [(850, "found"), (2000, "cut off")])

@@ -76,7 +76,6 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
 
     model: Any
     lr_scheduler: Any
-
     accelerator: Any
 
     def __init__(
