@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from tests.builders import blocks_program, task, tiny_program
 from trainwright.planner.costs.costs import CostModel
+from trainwright.planner.model.memory import set_budget
+from trainwright.planner.model.sharding import has_one_want, wants_of
 from trainwright.planner.search.solve import Least
 from trainwright.profiler.tracker import MemoryTracker
 from trainwright.program.layout import PARTIAL, REPLICATE, Slot, local_shape
@@ -102,3 +104,24 @@ def test_the_plan_that_holds_least_by_the_rows_holds_as_much(name, within, way):
     least = place.solver.travelling(way).least(place.settings("joint"))
     assert isinstance(least, Least)
     assert math.isclose(least.answer.simulation.peak_bytes, least.rows_peak, rel_tol=within)
+
+
+@pytest.mark.parametrize("way", ["none", "buckets"])
+@pytest.mark.parametrize("name", ["gpt2-tiny", "t5-tiny"])
+def test_no_memory_is_free_by_a_copy_that_nobody_reads(name: str, way: str) -> None:
+    """A tied weight is served by a copy of its own or by one that others read too, and never by a second one of its own."""
+    (place,) = task(tiny_program(name), "2xh100", mesh=(2,)).places
+    solver = place.solver.travelling(way)
+    model, sharding, _, memory = solver.full()
+    set_budget(model, memory, math.inf)
+    found = model.solve(relaxed=True, cost={memory.peak: 1.0})
+    assert found.values is not None
+    tied = {tied.source for tied in sharding.tied}
+    uses = [use for use in place.problem.uses if use.source in tied and has_one_want(use)]
+    assert len(uses) > 1
+    for use in uses:
+        for want in wants_of(use):
+            served = sum(
+                found.values[column] for key, column in sharding.flow.items() if (key[0], key[2]) == (use, want)
+            )
+            assert served <= sum(found.values[sharding.wanting(use.demands[0], want)]) + 1e-6

@@ -97,6 +97,8 @@ class Ways(Space):
         if incumbent.is_late or (is_first and incumbent.best is not None and self._is_dear(incumbent)):
             if is_first:
                 incumbent.leave_out(self.place)
+            elif self.known is not None:
+                self._leave_unproven(incumbent, self.known)
             return False
         return self.bound_s < incumbent.step_s * (1 - GAP)
 
@@ -194,10 +196,17 @@ class Ways(Space):
         if self.is_beside or (self.known is not None and self.known.answer.binds):
             # memory binds, or this would not have been looked at
             answer = replace(answer, row_budget=answer.row_budget or float(self.place.task.usable_bytes or 0))
-        found, proposal = Found(self.place, *self.place.overlapped(answer)), self._proposal(incumbent)
+        found, proposal = self._running(answer), self._proposal(incumbent)
         if proposal is not None and proposal.step_s < found.step_s * (1 - GAP):
             found = proposal.bounded(answer.bound_s, answer.floor_s, answer.row_budget)
         yield from self._take(incumbent, found)
+
+    def _running(self, answer: Answer) -> Found:
+        """Return an answer as it will run: further ahead than it was searched, where that fits, and then faster."""
+        running, price = self.place.overlapped(answer)
+        if running.decisions.overlap != answer.decisions.overlap and price.step_s < answer.objective_s:
+            running = replace(running, objective_s=price.step_s).bounded(min(answer.bound_s, price.step_s))
+        return Found(self.place, running, price)
 
     def _take(self, incumbent: Incumbent, found: Found) -> Iterator[Space]:
         incumbent.offer(found)
@@ -244,7 +253,7 @@ class Ways(Space):
             if self._is_worth_it(self.ways[turn], self.known):
                 yield replace(self, turn=turn, is_again=False)
                 return
-        if self._last > self._skip(self.turn):
+        if self._last > self._skip(self.turn) and self.place.solver.hides:
             self._leave_unproven(incumbent, self.known)
         if self.known.answer.binds and not self.is_beside:
             yield from self._beside()
@@ -254,7 +263,7 @@ class Ways(Space):
 
         bound_s: what is proven of those.
         """
-        if known.answer.binds and self.place.task.budget_bytes is not None and self.place.solver.hides:
+        if known.answer.binds and self.place.task.budget_bytes is not None:
             incumbent.bound_s = min(incumbent.bound_s, max(bound_s, known.answer.floor_s))
 
     def _note_refusal(self, incumbent: Incumbent, refused: Infeasible) -> None:

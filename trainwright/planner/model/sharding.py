@@ -182,8 +182,13 @@ def _add_flow(model: Model, problem: Problem, sharding: Sharding, use: Use) -> N
             columns = [sharding.flow[use, native, want], *([] if shared is None else [shared])]
             served[want] += columns
             given[native].append(columns)
-    exact = has_one_want(use) and not any(len(columns) > 1 for found in given.values() for columns in found)
+    is_one = has_one_want(use)
+    exact = is_one and not any(len(columns) > 1 for found in given.values() for columns in found)
     for want in wants_of(use):
+        if is_one and not exact:
+            # a copy that nobody reads may cost nothing, and a gradient that it does not bring is no memory that is free
+            own = [sharding.flow[key] for native in supply if (key := (use, native, want)) in sharding.flow]
+            model.row(DEMAND, ones(own) + ones(sharding.wanting(use.demands[0], want), -1.0), upper=0.0)
         for demand in use.demands:
             wanting = sharding.wanting(demand, want)
             if wanting:
