@@ -1,6 +1,6 @@
-"""Measures what the real CPU allocator does while a step runs: the oracle of every prediction in this package.
+"""Measures what the real allocators do while a step runs: the oracle of every prediction in this package.
 
-The records are the allocator's own, written by `torch.profiler` (`profile_memory=True`) and read back from its trace.
+The records of the CPU's are the allocator's own, written by `torch.profiler` (`profile_memory=True`) and read back from its trace.
 They start at zero: memory allocated before is not counted, and neither is its release. So the peak of a training step
 is *static bytes* (parameters and buffers, `static_bytes`) plus the largest running sum of the records,
 for steps that begin without gradients and without optimizer state.
@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from ..caching import MIN_BLOCK_BYTES
 
 _STEP = "trainwright::step"
 _FORWARD = "trainwright::forward"
@@ -103,6 +105,28 @@ def measure(step: Callable[[], Any], num_steps: int = 2) -> AllocatorRecord:
     return _replay(_trace_events(profiler), num_steps)
 
 
+def peak_on_gpu(step: Callable[[], Any], held: Callable[[], Iterable[Tensor]], num_steps: int = 2) -> int:
+    """Return the peak in bytes of `num_steps` calls of `step`, by the counters of the CUDA caching allocator.
+
+    held: the tensors that stay between two calls, on whatever device; they count, in whole blocks of the allocator. What else
+    is on the GPU after the first call, such as the batch and the workspaces of libraries, does not.
+    """
+    step()
+    torch.cuda.synchronize()
+    others_bytes = torch.cuda.memory_allocated() - _bytes_in_blocks(held())
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(num_steps - 1):
+        step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - others_bytes
+
+
+def _bytes_in_blocks(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes that tensors on a GPU take there. No storage is held on to: gradients must be free to go."""
+    storages = storages_of(tensor for tensor in tensors if tensor.is_cuda)
+    return sum(-(-storage.nbytes() // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES for storage in storages)
+
+
 def memory_session() -> torch.profiler.profile:
     """Return a session of torch's profiler that records the CPU allocator and prints nothing to standard error."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
@@ -120,12 +144,17 @@ def static_bytes(module: nn.Module) -> int:
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the distinct storages of `tensors`; a `DTensor` counts with its local part."""
+    return sum(storage.nbytes() for storage in storages_of(tensors))
+
+
+def storages_of(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
+    """Return the distinct storages of `tensors`, of a `DTensor` that of its local part."""
     storages = {}
     for tensor in tensors:
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         storage = local.untyped_storage()
         storages[id(storage)] = storage
-    return sum(storage.nbytes() for storage in storages.values())
+    return list(storages.values())
 
 
 def _trace_events(profiler: torch.profiler.profile) -> list[dict[str, Any]]:

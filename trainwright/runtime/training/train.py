@@ -278,14 +278,15 @@ def _peak_of(run: _Step, parts: Sequence[Any], watched: bool) -> int:
     if not watched:
         run()
         return 0
-    held = [*module.parameters(), *module.buffers(), *_states(run.optimizer)]
+    held = [*module.parameters(), *module.buffers(), *states_of(run.optimizer)]
     static = storage_bytes(held)
     with module.communicator.settling():
         delta = measure(run, num_steps=1).peak_delta_bytes
     return _largest(module, static + delta)
 
 
-def _states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def states_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the tensors of an optimizer's state."""
     return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
 
 

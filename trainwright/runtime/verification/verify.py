@@ -7,7 +7,7 @@ optimizer handles shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,16 +19,17 @@ from torch.distributed.tensor import DTensor
 from ...artifacts import BatchEntry, Plan, Report, UserError
 from ...capture.call import check_same_loss, find_loss
 from ...capture.export import as_batch
-from ...profiler.kernels.allocator import measure, static_bytes
+from ...profiler.kernels.allocator import measure, peak_on_gpu, static_bytes
 from ...program.decisions import Decisions
 from ...program.lift import lift_dtypes
 from ...program.micro_batches import capture_step
 from ...program.plan_text import decisions_of
 from ...program.program import Program
 from ...program.sampling import sampled_params
+from ..batch import to_device
 from ..module import DTYPES, ParallelModule, _check_ranks, full_gradients, full_state_dict, plan_batch
 from ..pipe import check_stages
-from ..training.train import Timer, train_step
+from ..training.train import Timer, states_of, train_step
 from .comparison import (
     FP64_BAR,
     NUM_DRAWS,
@@ -302,25 +303,39 @@ def _measured(
     module = ParallelModule(model, plan, program, decisions, None, seed, loss_fn is not None)
     del model
     module.train()
-    part = plan.shard_batch(as_batch(batch))
+    part = to_device(plan.shard_batch(as_batch(batch)), module.device)
     optimizer, routed = make_optimizer(module.named_parameters()), module.communicator.routed
-    static = static_bytes(module)
 
     def step() -> None:
         routed.clear()  # optimizer states are there from the second step on: that one's rows are those of the peak
         train_step(module, optimizer, part)
 
     with module.communicator.settling():
-        peak_bytes = static + measure(step, num_steps=2).peak_delta_bytes
+        peak_bytes = _peak_of(step, module, optimizer)
     seen = routed.clear()
     timer = Timer()
     for _ in range(3):
         with timer:
             train_step(module, optimizer, part)
+            if module.device.type == "cuda":
+                torch.cuda.synchronize()  # kernels are only queued until then
     rows = {key: each.numbers for key, each in seen.items()}
     again = peak_of(program, decisions, module.communicator.coords, rows) if routed.ever and peak_of else None
     own = _OnRank(peak_bytes, again, max((each.factor for each in seen.values()), default=None))
     return {**_of_ranks(own), "step_s": timer.median_s}
+
+
+def _peak_of(step: Callable[[], None], module: ParallelModule, optimizer: torch.optim.Optimizer) -> int:
+    """Return the peak of two steps, on the rank's device."""
+    if module.device.type != "cuda":
+        static = static_bytes(module)
+        return static + measure(step, num_steps=2).peak_delta_bytes
+    params, buffers = list(module.parameters()), list(module.buffers())
+    return peak_on_gpu(step, lambda: [*params, *_gradients_of(params), *buffers, *states_of(optimizer)])
+
+
+def _gradients_of(params: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    return [param.grad for param in params if param.grad is not None]
 
 
 def _of_ranks(own: _OnRank) -> dict[str, Any]:
