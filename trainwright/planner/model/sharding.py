@@ -13,6 +13,7 @@ A want is a pair (forward, gradient) and is paid once a use, as one converted co
 parameter that several regions read (`tied`) one copy may serve the readers of all of them, paid once:
 
     f0[n, w] ∈ {0, 1}        all uses are served from n       f[u, n, w] + f0[n, w] in place of f[u, n, w] in both rows
+        no more  Σ_n f[u, n, w] ≤ Σ {x[d, k] : k wants w}                           where d is u's one reader
         several  f0[n, w] ≤ Σ {x[d, k] : k wants w, d of another use}     for every use of one region
 
 On more than two axes only plain changes of layout are offered (`is_plain`), since the columns grow with the fourth
