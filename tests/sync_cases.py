@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from trainwright import sync
 from trainwright.launch import init
 from trainwright.sync import Compute, Identify, Ranks, Receive, Send, Steps, Sync
+from trainwright.sync.ranks import AWAITING
 
 STEPS = 12
 
@@ -168,6 +170,7 @@ def left_over() -> list[float]:
         engine = Ranks()
         found.append(engine.run(talk()))
         engine.close()
+        assert all(thread.name != AWAITING for thread in threading.enumerate())
     return found
 
 

@@ -54,6 +54,9 @@ _LAST_TAG = 1 << 20
 _Way = tuple[int | None, int]
 """The other worker, or `None` for a receive from any, and a tag."""
 
+AWAITING = "awaits a message"
+"""The name of a thread that receives what a rank does not wait for."""
+
 
 class Ranks:
     """Runs programs on this rank of `group` (default: all ranks), whose other ranks run theirs; `traffic` counts the bytes sent.
@@ -132,6 +135,8 @@ class Ranks:
         self._take_in_what_is_left(tables)
         for future in self._due.values():
             future.exception(timeout=60)
+        for thread in self._awaiting:
+            thread.join()  # one that is still in the transport when Python ends aborts the process
         for outbox in self._outboxes.values():
             outbox.close()
         self._forget()
@@ -161,6 +166,7 @@ class Ranks:
         self._table = _Table()
         self._outboxes: dict[int, Outbox] = {}
         self._due: dict[_Way, Future[Letter]] = {}
+        self._awaiting: list[Thread] = []
 
     def _send(self, tensor: Tensor, to: int, tag: int) -> None:
         """Send without waiting: gloo's send waits for the receiver, so one thread for each receiver sends, in order."""
@@ -265,7 +271,9 @@ class Ranks:
             return self._received(request)
         if future is None:
             future = Future()
-            Thread(target=self._await, args=(request, future), daemon=True).start()
+            thread = Thread(target=self._await, args=(request, future), name=AWAITING, daemon=True)
+            thread.start()
+            self._awaiting = [each for each in self._awaiting if each.is_alive()] + [thread]
         try:
             return future.result(request.within_s)
         except Late:
