@@ -209,6 +209,29 @@ def test_a_way_in_which_nothing_was_found_binds_what_is_proven_of_all(
     assert found.gap == pytest.approx(stated, abs=1e-9)
 
 
+@pytest.mark.parametrize(("outcome", "stated"), [(Outcome.STOPPED, 0.25), (Outcome.SLOWER, 0.0)])
+def test_a_way_that_ends_without_proof_binds_what_is_proven_where_nothing_is_hidden_too(monkeypatch, outcome, stated):
+    """What is proven one by one says nothing of what travels in buckets, on CPUs as on GPUs."""
+    (place,) = task(tiny_program("gpt2-tiny"), "cpu:2", mesh=(2,), budget_bytes=1 << 30).places
+    known = place.solver.travelling("none").solve(place.settings("joint"))
+    assert isinstance(known, Answer)
+    step_s = place.overlapped(known)[1].step_s
+    answer = replace(
+        known, gap=0.0, objective_s=step_s, row_budget=float(place.task.budget_bytes), floor_s=0.5 * step_s
+    )
+    refused = Infeasible(outcome, floor_s=0.5 * step_s, bound_s=0.75 * step_s)
+    monkeypatch.setattr(Ways, "_solve", lambda self, _: answer if self.turn == 0 else refused)
+    monkeypatch.setattr(Ways, "_is_worth_it", lambda *_: True)
+    monkeypatch.setattr(
+        Solver, "relaxed", (0.0, 0.0)
+    )  # else this plan, which keeps everything, is known to be the best
+    monkeypatch.setattr(Ways, "_beside", lambda *_: iter(()))
+    monkeypatch.setattr(ways, "first_that_fits", lambda *_: None)
+    found = solve_on(place, "joint")
+    assert isinstance(found, Answer)
+    assert found.gap == pytest.approx(stated, abs=1e-9)
+
+
 @pytest.mark.parametrize(("share", "bound_s"), [(1.01, math.inf), (0.99, 0.125)])
 def test_that_nothing_fits_is_proven_where_the_smallest_by_the_rows_is_above_the_budget(
     place, monkeypatch, share, bound_s
