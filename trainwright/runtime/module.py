@@ -201,7 +201,7 @@ class ParallelModule(nn.Module):
         """The tier on which this rank's parameters, gradients and optimizer states rest; None where they stay in memory."""
         store = open_store(plan, self.device, None if self.tier is None else self.tier.store)
         planned = ShapedStep(planned_cut(plan), program, decisions, self.communicator, store, self.device, self.pipe)
-        self.steps = StepsByShape(planned, store, self._complete)
+        self.steps = StepsByShape(planned, store)
         """The rank's step for each batch shape that it has met."""
         self._params: dict[ProgramTensor, nn.Parameter] = {}
         self._local_shapes: dict[Tensor, tuple[int, ...]] = {}
@@ -376,7 +376,7 @@ class ParallelModule(nn.Module):
     def _begin(self, args: Any, kwargs: Any) -> tuple[ShapedStep, list[dict[ProgramTensor, Tensor]], RunState]:
         """Return the step for a batch of this shape, the rank's part of each of its micro-batches, and the run's state."""
         part = check_entries(self.plan, as_batch(kwargs if kwargs else args))
-        step = self.steps.of(shapes_of(self.plan, part))
+        step = self.steps.of(shapes_of(self.plan, part), self._complete)
         return step, step.parts(part), self._state()
 
     def _state(self) -> RunState:

@@ -196,31 +196,34 @@ class Capturing:
 class StepsByShape:
     """Holds the steps of a module by the global shapes of the batch, and makes one when the first batch of its shape comes.
 
-    planned: the step of the planned shape. complete: called with each new step, to connect it to the module's tensors.
-    notice: called with a message about each new capture, on every rank.
+    planned: the step of the planned shape. notice: called with a message about each new capture, on every rank.
     """
 
-    def __init__(self, planned: ShapedStep, store: OffloadStore | None, complete: Callable[[ShapedStep], None]) -> None:
-        self.planned, self.store, self.complete = planned, store, complete
+    def __init__(self, planned: ShapedStep, store: OffloadStore | None) -> None:
+        self.planned, self.store = planned, store
         self.capturing: Capturing | None = None
         self.notice: Callable[[str], None] = lambda text: None
         self._further: OrderedDict[tuple[Any, ...], ShapedStep] = OrderedDict()
 
-    def of(self, shapes: Shapes) -> ShapedStep:
-        """Return the step for batches of `shapes`; raise `UserError` if they are larger than planned."""
+    def of(self, shapes: Shapes, complete: Callable[[ShapedStep], None]) -> ShapedStep:
+        """Return the step for batches of `shapes`; raise `UserError` if they are larger than planned.
+
+        complete: called with a new step, to connect it to the module's tensors. It is not kept: a module that its steps hold
+        stays in memory after its last use until Python looks for cycles.
+        """
         plan = self.planned.cut.plan
         if shapes == planned_shapes(plan):
             return self.planned
         check_within(plan, shapes)
         key = tuple(shapes[name] for name in plan.batch)
         if key not in self._further:
-            self._further[key] = self._made(Cut(plan, shapes))
+            self._further[key] = self._made(Cut(plan, shapes), complete)
             while len(self._further) > MOST_STEPS:
                 self._further.popitem(last=False)
         self._further.move_to_end(key)
         return self._further[key]
 
-    def _made(self, cut: Cut) -> ShapedStep:
+    def _made(self, cut: Cut, complete: Callable[[ShapedStep], None]) -> ShapedStep:
         if self.capturing is None:
             raise UserError(
                 "a model that can be copied is needed for batches of other shapes than planned; this one cannot; plan for "
@@ -234,7 +237,7 @@ class StepsByShape:
         communicator = planned.local.communicator
         assert isinstance(communicator, MeshCommunicator)
         step = ShapedStep(cut, program, decisions, communicator, self.store, planned.device, planned.pipe)
-        self.complete(step)
+        complete(step)
         shown = ", ".join(f"{name} {list(shape)}" for name, shape in cut.shapes.items())
         self.notice(
             f"a batch of another shape than planned ({shown}): the model was captured again for it, once, in "
