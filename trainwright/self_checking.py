@@ -188,7 +188,7 @@ def measured(case: dict[str, Any], device: str, optimizer: str, num_processes: i
     def step(observer: Any = None) -> None:
         reference_step(model, made, batch, loaded.loss_fn, autocast=chosen.autocast, observer=observer)
 
-    memory = _on_gpu(step, batch) if device == "cuda" else _on_cpu(step, model)
+    memory = _on_gpu(step, model, made) if device == "cuda" else _on_cpu(step, model)
     return {**memory, "measured_step_s": _median_s(step, torch.cuda.synchronize if device == "cuda" else lambda: None)}
 
 
@@ -199,22 +199,15 @@ def _on_cpu(step: Callable[[], None], model: Any) -> dict[str, int]:
     return {"measured_peak_bytes": static_bytes(model) + measure(step).peak_of_step(1)}
 
 
-def _on_gpu(step: Callable[[], None], batch: Any) -> dict[str, int]:
-    """The same by the caching allocator's counters, in a process that has allocated nothing else."""
+def _on_gpu(step: Callable[[], None], model: Any, optimizer: Any) -> dict[str, int]:
+    """The same by the caching allocator's counters, and what it took from the GPU for both steps."""
     import torch
 
-    from .torch_internals.trees import tensors_in
+    from .profiler import peak_on_gpu
 
     step()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    torch.cuda.synchronize()
-    batch_bytes = sum(tensor.untyped_storage().nbytes() for tensor in tensors_in(batch))
-    return {
-        "measured_peak_bytes": torch.cuda.max_memory_allocated() - batch_bytes,
-        "measured_reserved_bytes": torch.cuda.max_memory_reserved(),
-    }
+    peak_bytes = peak_on_gpu(step, model, optimizer)
+    return {"measured_peak_bytes": peak_bytes, "measured_reserved_bytes": torch.cuda.max_memory_reserved()}
 
 
 def _median_s(step: Callable[[], None], wait: Callable[[], None]) -> float:

@@ -105,24 +105,28 @@ def measure(step: Callable[[], Any], num_steps: int = 2) -> AllocatorRecord:
     return _replay(_trace_events(profiler), num_steps)
 
 
-def peak_on_gpu(step: Callable[[], Any], held: Callable[[], Iterable[Tensor]], num_steps: int = 2) -> int:
-    """Return the peak in bytes of `num_steps` calls of `step`, by the counters of the CUDA caching allocator.
+def peak_on_gpu(step: Callable[[], Any], module: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Return the peak in bytes of one call of `step`, which trains `module`, by the counters of the CUDA caching allocator.
 
-    held: the tensors that stay between two calls, on whatever device; they count, in whole blocks of the allocator. What else
-    is on the GPU after the first call, such as the batch and the workspaces of libraries, does not.
+    It is the peak of parameters, buffers, gradients, optimizer state and what the step makes, in whole blocks of the allocator.
+    What else is on the GPU at the end, such as the batch and the workspaces of libraries, does not count. The first step of a
+    process makes those workspaces, and optimizer state: a later one gives the steady state. Resets CUDA's peak counter.
     """
-    step()
-    torch.cuda.synchronize()
-    others_bytes = torch.cuda.memory_allocated() - _bytes_in_blocks(held())
     torch.cuda.reset_peak_memory_stats()
-    for _ in range(num_steps - 1):
-        step()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - others_bytes
+    step()
+    params = list(module.parameters())
+    grads = [param.grad for param in params if param.grad is not None]
+    held_bytes = _bytes_in_blocks([*params, *grads, *module.buffers(), *states_of(optimizer)])
+    return torch.cuda.max_memory_allocated() - (torch.cuda.memory_allocated() - held_bytes)
+
+
+def states_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the tensors of an optimizer's state."""
+    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
 
 
 def _bytes_in_blocks(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes that tensors on a GPU take there. No storage is held on to: gradients must be free to go."""
+    """Return the bytes that tensors take on a GPU, in whole blocks of the caching allocator."""
     storages = storages_of(tensor for tensor in tensors if tensor.is_cuda)
     return sum(-(-storage.nbytes() // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES for storage in storages)
 

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from ...artifacts import Plan, UserError
 from ...capture.export import find_loss
-from ...profiler.kernels.allocator import measure, storage_bytes
-from ...torch_internals.trees import tensors_in
+from ...profiler.kernels.allocator import measure, peak_on_gpu, states_of, storage_bytes
 from ..batch import Shapes, planned_shapes, rows_in, shapes_of
 from ..entries import check_entries
 from ..module import ParallelModule
@@ -126,7 +125,7 @@ def train_loop(
             tracing = trace.step(step - first_step) if trace is not None else nullcontext()
             module.communicator.routed.clear()
             with tracing, module.communicator.routed.limited(routing.limit):
-                peak_bytes = max(peak_bytes, _peak_of(run, parts, step - first_step < NUM_MEASURED))
+                peak_bytes = max(peak_bytes, _peak_of(run, step - first_step < NUM_MEASURED))
             losses.append(run.loss)
             shapes = shapes_of(module.plan, check_entries(module.plan, part))
             event = _event(module.plan, shapes, step, steps, run.loss, run.step_s, peak_bytes)
@@ -265,29 +264,18 @@ def _event(
     }  # fmt: skip
 
 
-def _peak_of(run: _Step, parts: Sequence[Any], watched: bool) -> int:
-    """Run a step and return the largest rank's peak; 0 on a CPU if the step is not `watched`.
-
-    parts: the rank's share of the batch, which counts for no peak, as in the plan.
-    """
-    module = run.module
+def _peak_of(run: _Step, watched: bool) -> int:
+    """Run a step and return the largest rank's peak; 0 on a CPU if the step is not `watched`."""
+    module, optimizer = run.module, run.optimizer
     if module.device.type == "cuda":
-        run()
-        batch_bytes = sum(tensor.nbytes for tensor in tensors_in(parts))
-        return _largest(module, torch.cuda.max_memory_allocated() - batch_bytes)
+        return _largest(module, peak_on_gpu(run, module, optimizer))
     if not watched:
         run()
         return 0
-    held = [*module.parameters(), *module.buffers(), *states_of(run.optimizer)]
-    static = storage_bytes(held)
+    static = storage_bytes([*module.parameters(), *module.buffers(), *states_of(optimizer)])
     with module.communicator.settling():
         delta = measure(run, num_steps=1).peak_delta_bytes
     return _largest(module, static + delta)
-
-
-def states_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return the tensors of an optimizer's state."""
-    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
 
 
 def _largest(module: ParallelModule, value: int) -> int:

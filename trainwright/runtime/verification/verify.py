@@ -7,7 +7,7 @@ optimizer handles shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from ...program.sampling import sampled_params
 from ..batch import to_device
 from ..module import DTYPES, ParallelModule, _check_ranks, full_gradients, full_state_dict, plan_batch
 from ..pipe import check_stages
-from ..training.train import Timer, states_of, train_step
+from ..training.train import Timer, train_step
 from .comparison import (
     FP64_BAR,
     NUM_DRAWS,
@@ -326,16 +326,11 @@ def _measured(
 
 
 def _peak_of(step: Callable[[], None], module: ParallelModule, optimizer: torch.optim.Optimizer) -> int:
-    """Return the peak of two steps, on the rank's device."""
-    if module.device.type != "cuda":
-        static = static_bytes(module)
-        return static + measure(step, num_steps=2).peak_delta_bytes
-    params, buffers = list(module.parameters()), list(module.buffers())
-    return peak_on_gpu(step, lambda: [*params, *_gradients_of(params), *buffers, *states_of(optimizer)])
-
-
-def _gradients_of(params: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    return [param.grad for param in params if param.grad is not None]
+    """Return the peak of two steps, on the rank's device: that of the second, which finds optimizer state."""
+    if module.device.type == "cuda":
+        step()
+        return peak_on_gpu(step, module, optimizer)
+    return static_bytes(module) + measure(step, num_steps=2).peak_delta_bytes
 
 
 def _of_ranks(own: _OnRank) -> dict[str, Any]:
