@@ -306,13 +306,14 @@ class Solver:
         return Least(answer, rows_peak, rows_peak * (1 - min(1.0, solution.gap)), binding)
 
     def _mostly_peak(self, settings: Settings) -> dict[int, float]:
-        """The cost of what the rows hold at their peak, in MiB; in a large model, with a little of the seconds."""
+        """The cost of what the rows hold at their peak, in MiB; in a large model, with a little of the seconds.
+
+        It is the same for every budget: so the smallest plan that one question names is found again by the next.
+        """
         model, _, _, memory = self.full()
-        cost, budget = {memory.peak: 1.0}, settings.budget_bytes
-        floor_s = settings.floor_s or self.lower_bound_s()
+        cost, floor_s = {memory.peak: 1.0}, self.lower_bound_s()
         if model.num_columns > self.effort.few_columns and floor_s > 0:
-            scale = (self.kept_bytes(settings) / _KEPT_TO_LEAST if budget is None else budget) / MIB
-            rate = TIME_WEIGHT * scale / floor_s
+            rate = TIME_WEIGHT * self.kept_bytes(settings) / _KEPT_TO_LEAST / MIB / floor_s
             cost.update({column: rate * seconds for column, seconds in enumerate(model.cost) if seconds})
         return cost
 
