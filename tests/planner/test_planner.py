@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
-import math
 import sys
 from dataclasses import replace
 
@@ -178,7 +177,7 @@ def test_a_first_plan_that_the_search_does_not_beat_is_the_answer(finds, monkeyp
         return found, replace(price, compute_s=1e3) if answer.gap == slower.gap else price
 
     monkeypatch.setattr(Place, "overlapped", slowed)
-    asked, result = [], slower if finds else Infeasible(Outcome.SLOWER, bound_s=math.inf)
+    asked, result = [], slower if finds else Infeasible(Outcome.SLOWER)
     monkeypatch.setattr(Ways, "_solve", lambda self, settings: asked.append(settings) or result)
     found = solve_on(place, "joint")
     assert asked[0].cutoff_s == pytest.approx(first.step_s * (1 - GAP))

@@ -209,11 +209,8 @@ def test_a_way_in_which_nothing_was_found_binds_what_is_proven_of_all(
     assert found.gap == pytest.approx(stated, abs=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("outcome", "proven", "stated"),
-    [(Outcome.STOPPED, 0.75, 0.25), (Outcome.SLOWER, 0.996, 0.004), (Outcome.SLOWER, math.inf, 0.0)],
-)
-def test_a_way_binds_what_is_proven_by_what_it_proves_where_nothing_is_hidden_too(monkeypatch, outcome, proven, stated):
+@pytest.mark.parametrize(("outcome", "stated"), [(Outcome.STOPPED, 0.25), (Outcome.SLOWER, 0.0)])
+def test_a_way_that_ends_without_proof_binds_what_is_proven_where_nothing_is_hidden_too(monkeypatch, outcome, stated):
     """What is proven one by one says nothing of what travels in buckets, on CPUs as on GPUs."""
     (place,) = task(tiny_program("gpt2-tiny"), "cpu:2", mesh=(2,), budget_bytes=1 << 30).places
     known = place.solver.travelling("none").solve(place.settings("joint"))
@@ -222,7 +219,7 @@ def test_a_way_binds_what_is_proven_by_what_it_proves_where_nothing_is_hidden_to
     answer = replace(
         known, gap=0.0, objective_s=step_s, row_budget=float(place.task.budget_bytes), floor_s=0.5 * step_s
     )
-    refused = Infeasible(outcome, floor_s=0.5 * step_s, bound_s=proven * step_s)
+    refused = Infeasible(outcome, floor_s=0.5 * step_s, bound_s=0.75 * step_s)
     monkeypatch.setattr(Ways, "_solve", lambda self, _: answer if self.turn == 0 else refused)
     monkeypatch.setattr(Ways, "_is_worth_it", lambda *_: True)
     monkeypatch.setattr(
@@ -355,58 +352,6 @@ def test_a_search_that_fell_below_what_is_fast_enough_goes_up_again(place, monke
             "the whole budget lets in what is faster, and only that was seen not to fit"
         )
         assert 2 < len(aims) <= 1 + search.effort.corrections
-
-
-def test_once_a_plan_fits_only_what_is_faster_is_looked_for(place, monkeypatch):
-    """A row budget that lets in nothing faster is one from which the next goes up, towards what did not fit."""
-    search = Fitting(place.solver, replace(place.settings("joint"), cutoff_s=1.0), budget=1000)
-    asked = []
-
-    def solved(self, cutoff_s):
-        asked.append((self.search.aim, cutoff_s))
-        if len(asked) == 2:
-            return Solution(Outcome.SLOWER, None, math.inf, 0.4)
-        return Solution(Outcome.OPTIMAL, np.zeros(1), 0.3, 0.3)
-
-    def noted(self, solution):
-        fits = len(asked) > 1
-        self.search.note(Answer(None, None, SimpleNamespace(peak_bytes=990 if fits else 1200), 0.0, 0.3))
-        if not fits:  # the same sharding, fitted by itself
-            self.search.offer(Answer(None, None, SimpleNamespace(peak_bytes=900), 0.0, 0.5))
-
-    monkeypatch.setattr(Fitting, "_solve", solved)
-    monkeypatch.setattr(Fitting, "_note", noted)
-    found = search.run()
-    assert found.objective_s == 0.3
-    (first, any_s), (below, faster_s), (between, _) = asked[:3]
-    assert below < between < first
-    assert (any_s, faster_s) == (1.0, pytest.approx(0.5 * (1 - GAP)))
-
-
-@pytest.mark.parametrize("few_columns", [0, 10**9], ids=["by branching", "whole"])
-def test_a_search_below_a_cutoff_ends_where_patience_asks_for_no_more(few_columns):
-    """It is as if a plan were known that takes as long; what is stated is what is proven, which may be a little less."""
-    (place,) = task(deep_program(), "2xh100").places
-    settings = place.settings("joint")
-    settings.effort = replace(settings.effort, few_columns=few_columns)
-    model, sharding, recompute, memory = place.solver.full()
-    set_budget(model, memory, float(sum(peaks()) // 2))
-
-    def solved(cutoff, patience):
-        return stages.solve_in_stages(
-            replace(settings.stages(model, sharding, recompute), cutoff=cutoff, patience=patience)
-        )
-
-    patient = Patience(math.inf, 0.0)
-    best = solved(math.inf, patient)
-    slower = solved(best.bound * (1 - GAP), patient)
-    assert (slower.outcome, slower.values) == (Outcome.SLOWER, None)
-    assert slower.bound >= best.bound * (1 - GAP)
-    cutoff = 1.1 * best.objective
-    assert solved(cutoff, patient).objective < cutoff
-    given_up = solved(cutoff, Patience(-1.0, 0.9))
-    assert (given_up.outcome, given_up.values) == (Outcome.SLOWER, None)
-    assert 0.1 * cutoff <= given_up.bound <= best.objective
 
 
 @pytest.mark.parametrize("budget_bytes", [0.9, 1.3])

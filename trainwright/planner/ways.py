@@ -148,8 +148,6 @@ class Ways(Space):
             narrow = restriction(self.place.problem, _KNOWN).allowed
             given = self.place.restriction("joint")
             settings.restriction = replace(given, allowed=both(given.allowed, narrow), offload=False)
-            # what the objective ranks so much slower than the answer is not faster by its price either
-            settings.cutoff_s = min(settings.cutoff_s, incumbent.step_s * (1 + NEAR))
         if self.known is None:
             return settings
         effort = self.place.solver.effort
@@ -219,13 +217,12 @@ class Ways(Space):
     def _after_nothing(self, incumbent: Incumbent, refused: Infeasible, is_whole: bool) -> Iterator[Space]:
         is_slower = refused.outcome is Outcome.SLOWER
         if self.known is not None:
-            if refused.bound_s < self.known.step_s * (1 - GAP):
+            if refused.outcome is Outcome.STOPPED:
                 self._leave_unproven(incumbent, self.known, refused.bound_s)
             yield from self._next(incumbent)
         elif is_slower and (proposal := self._proposal(incumbent)) is not None:
             budget = float(self.place.task.usable_bytes or 0)
-            bound_s = min(proposal.step_s * (1 - GAP), refused.bound_s)
-            yield from self._take(incumbent, proposal.bounded(bound_s, refused.floor_s, budget))
+            yield from self._take(incumbent, proposal.bounded(proposal.step_s * (1 - GAP), refused.floor_s, budget))
         elif self.turn < self._last and is_slower != self.place.solver.hides:
             # GPUs try the way that holds most first, CPUs the one that holds least
             if not is_slower and not self.is_beside:
@@ -233,8 +230,6 @@ class Ways(Space):
             yield replace(self, turn=self._skip(self.turn + 1))
         elif refused.outcome is Outcome.STOPPED and not is_whole:
             yield replace(self, is_again=True)
-        elif is_slower and not self.is_beside:
-            incumbent.bound_s = min(incumbent.bound_s, max(refused.bound_s, refused.floor_s))
         elif not is_slower and not self.is_beside:
             incumbent.failures.append((self.place, refused))
             self._note_refusal(incumbent, refused)

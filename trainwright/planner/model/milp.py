@@ -158,7 +158,7 @@ class Model:
 
         relaxed: without integrality. fixed: columns held at a value. cost: an objective in place of the model's own.
         start: values to begin from. gap: stop within this fraction of the optimum. patience: when more than that will do.
-        cutoff: stop once no solution is proven to be below it, or none by as much as `patience` asks for.
+        cutoff: stop once no solution is proven to be below it.
         time_limit_s: seconds of work, which are counted in `deadline`; where that is over, what is found so far will do.
         """
         deadline = Deadline() if deadline is None else deadline
@@ -351,8 +351,8 @@ def _stop_when_good(
     def asked(event) -> None:
         out = event.data_out
         work.moments += 1
-        will_do = 0.0 if patience is None else patience.gap_after(work.seconds)
-        is_good = (patience is not None and out.mip_gap <= will_do) or out.mip_dual_bound >= cutoff * (1 - will_do)
+        is_good = patience is not None and out.mip_gap <= patience.gap_after(work.seconds)
+        is_good = is_good or out.mip_dual_bound >= cutoff
         is_late = out.running_time > LEAST_S and deadline.is_over
         event.interrupt(is_good or is_late or work.seconds > time_limit_s)
 

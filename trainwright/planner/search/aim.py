@@ -62,8 +62,7 @@ class Search:
         return self._empty if self.low is None else max(self.low, self._empty)
 
     def _is_within(self, share: float) -> bool:
-        """True where a plan is known, and aims between what may be let in and what did not fit differ by no more."""
-        return self.best is not None and self.high is not None and self.high - self._below < share * self.budget
+        return self.low is not None and self.high is not None and self.high - self.low < share * self.budget
 
     def note_nothing(self) -> bool:
         """Move on from an aim that let in nothing that is wanted; False where no larger one is left to try."""

@@ -76,10 +76,7 @@ class Infeasible:
     floor_s: float = 0.0
     """Seconds that no answer of this search beats, whatever the memory."""
     bound_s: float = 0.0
-    """Seconds that no answer beats which the memory rows let in; ∞ where they are proven to let nothing in.
-
-    Of what is slower than what is known, they may be a little less than that takes: what would gain as little is not looked for.
-    """
+    """Seconds that no answer beats which the memory rows let in; ∞ where they are proven to let nothing in."""
 
 
 def refused(outcome: Outcome) -> Infeasible:

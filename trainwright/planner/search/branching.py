@@ -124,19 +124,20 @@ class Branching:
         return min(nearest, self._given_up)
 
     def _is_close(self, bound: float, gap: float | None = None) -> bool:
-        known = min(self.cutoff, self.best.objective)
-        return math.isfinite(known) and known - bound <= (self._wanted_gap if gap is None else gap) * abs(known)
+        if self.best.values is None:
+            return False
+        return self.best.objective - bound <= (self._wanted_gap if gap is None else gap) * abs(self.best.objective)
 
     @property
     def _wanted_gap(self) -> float:
-        """The share of the best known that something better has to gain; at first, all that is below the cutoff is wanted."""
-        return max(0.0 if self.best.values is None else self.gap, self.patience.gap_after(self._spent()))
+        return max(self.gap, self.patience.gap_after(self._spent()))
 
     @property
     def _limit(self) -> float:
         """A node is worth looking at below this."""
-        known = min(self.cutoff, self.best.objective)
-        return known - self._wanted_gap * abs(known) if math.isfinite(known) else known
+        if self.best.values is None:
+            return self.cutoff
+        return min(self.cutoff, self.best.objective - self._wanted_gap * abs(self.best.objective))
 
     def _push(self, objective: float, allowed: Allowed, vertex: Vertex) -> None:
         if objective < self._limit:

@@ -62,13 +62,11 @@ class Fitting:
     def _run(self) -> Answer | Infeasible:
         search = self.search
         for _ in range(self.effort.corrections + 1):
-            solution = self._solve(self._wanted_s)
+            solution = self._solve(self.settings.cutoff_s)
             if solution.values is not None:
                 self._note(solution)
             elif search.best is not None:
-                # what a larger aim let in did not fit: between the two there may be what does, and is faster
-                if solution.outcome is not Outcome.SLOWER or not search.note_nothing():
-                    break
+                break
             elif (is_slower := solution.outcome is Outcome.SLOWER) or not self.settings.seeks_least:
                 # what a larger aim let in did not fit: between the two there may be what does, and is fast enough
                 if not search.note_nothing() and not (is_slower and self._widens()):
@@ -83,8 +81,7 @@ class Fitting:
                 break
         self._propose_others()
         if search.best is None and math.isfinite(self.settings.cutoff_s):
-            is_slower = self._bound_s >= (1 - CLOSE) * self.settings.cutoff_s
-            return Infeasible(Outcome.SLOWER if is_slower else Outcome.STOPPED)
+            return Infeasible(Outcome.SLOWER if self._bound_s >= self.settings.cutoff_s else Outcome.STOPPED)
         best = search.best or self._known()
         # an answer that fitted no aim of the whole search fits, and yet not without rows
         low = float(self.budget) if search.low is None else search.low
@@ -147,7 +144,7 @@ class Fitting:
     @property
     def _is_proven(self) -> bool:
         """True where nothing that the rows let in is faster than what is to be beaten by more than the objective is off."""
-        return math.isinf(self._to_beat) or (1 - CLOSE) * (1 - GAP) * self._to_beat <= self._proven_s
+        return math.isinf(self._to_beat) or self._to_beat <= (1 + CLOSE) * self._proven_s
 
     @property
     def _is_settled(self) -> bool:
@@ -302,11 +299,6 @@ class Fitting:
         set_budget(model, memory, aim)
         limit = max(1.0, deadline.left_s)
         return solve_in_stages(held.stages(model, sharding, recompute, None, limit))
-
-    @property
-    def _wanted_s(self) -> float:
-        """The seconds below which the whole space is searched: those of the best plan that fits, less the gap."""
-        return self.settings.cutoff_s if self.search.best is None else (1 - GAP) * self._to_beat
 
     @property
     def _to_beat(self) -> float:

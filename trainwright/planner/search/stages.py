@@ -50,16 +50,11 @@ class Stages:
     deadline: Deadline = field(default_factory=Deadline)
     """The deadline of the whole question, which also counts the work."""
 
-    def is_beaten(self, bound: float, began_s: float) -> bool:
-        """True where nothing is proven to gain on the cutoff what patience asks for since `began_s`."""
-        return bound >= self.cutoff * (1 - self.patience.gap_after(self.deadline.work_s - began_s))
-
 
 def solve_in_stages(stages: Stages, cost: Mapping[int, float] | None = None) -> Solution:
     """Return the best solution found in the time; `cost` replaces the model's objective.
 
-    The outcome is `SLOWER` where nothing is proven to be below `stages.cutoff`, or after some seconds nothing by more than
-    `stages.patience` asks for; the bound is what is proven.
+    The outcome is `SLOWER` where the relaxation proves that nothing is below `stages.cutoff`.
     """
     model, limit, deadline = stages.model, stages.time_limit_s, stages.deadline
     began_s = deadline.work_s
@@ -98,10 +93,10 @@ def solve_in_stages(stages: Stages, cost: Mapping[int, float] | None = None) -> 
         if stages.earlier is not None:
             branching.try_options(chosen(stages.sharding, stages.earlier))
         found = branching.search(root)
-        if found.values is None and found.outcome is Outcome.STOPPED and not stages.is_beaten(found.bound, began_s):
+        if found.values is None and found.outcome is Outcome.STOPPED:
             found = _best_known(stages, held, max(1.0, limit - (deadline.work_s - began_s)))
     bound = max(bound, found.bound if math.isfinite(found.bound) else -math.inf)
-    if stages.is_beaten(bound, began_s):
+    if bound >= stages.cutoff:
         return Solution(Outcome.SLOWER, None, math.inf, bound)
     if found.values is None:
         return Solution(found.outcome, None, math.inf, bound)
