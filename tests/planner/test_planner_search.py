@@ -354,15 +354,15 @@ def test_a_search_that_fell_below_what_is_fast_enough_goes_up_again(place, monke
         assert 2 < len(aims) <= 1 + search.effort.corrections
 
 
-@pytest.mark.parametrize("budget_bytes", [0.9, 1.3])
-def test_the_smallest_plan_is_the_same_for_every_budget(budget_bytes):
+@pytest.mark.parametrize("share", [0.9, 1.3])
+def test_the_smallest_plan_is_the_same_for_every_budget(share):
     """So that asking again, with the budget that a refusal names, finds it again."""
     (free,) = task(deep_program(), "2xh100").places
     free.solver.effort = replace(free.solver.effort, few_columns=0)
     least = free.solver.least(free.settings("joint"))
     (place,) = task(deep_program(), "2xh100").places
     place.solver.effort = free.solver.effort
-    place.task.budget_bytes = int(budget_bytes * least.answer.simulation.peak_bytes)
+    place.task.budget_bytes = int(share * least.answer.simulation.peak_bytes)
     settings = place.settings("joint")
     settings.floor_s = place.solver.without_memory(settings).bound
     found = place.solver.least(settings)
