@@ -187,6 +187,21 @@ def every_plan(place: Place) -> list[tuple[int, float]]:
     return found
 
 
+@pytest.mark.parametrize("away", [(0, 0, 0, 0), (1, 1, 0, 0), (0, 0, 1, 0), (1, 1, 2, 2)])
+def test_updates_hold_states_that_are_away_and_no_others(away: tuple[int, ...]) -> None:
+    """The rows count no less than a run of the plan holds but steps' counters, and to 1 % no more."""
+    place = place_of(3, 64, Tier(write_bytes_per_s=1e8, read_bytes_per_s=1e8), Policy(window_bytes=4 * WIDTH * INNER))
+    choice = Choice(dict.fromkeys(place.problem.decisions, 0))
+    choice.states = dict(zip(place.problem.params, away, strict=True))
+    model, _, recompute, memory = place.solver.full()
+    none = [*recompute.params.values(), *recompute.leaves.values(), *recompute.rerun.values()]
+    states = {recompute.states[decision, 0]: float(num) for decision, num in choice.states.items()}
+    rows = model.solve(fixed={**dict.fromkeys(none, 0.0), **states}, cost={memory.peak: 1.0}, gap=0.0)
+    assert rows.values is not None
+    peak = place.simulate(decisions_from(place.problem, choice)).peak_bytes
+    assert peak - 64 <= memory.peak_bytes(rows.values) <= 1.01 * peak
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rate", [1e8, 3e9])
 def test_no_plan_that_fits_is_faster(rate: float) -> None:

@@ -40,6 +40,7 @@ from .recompute import Recompute
 from .rerun_memory import RerunMemory
 from .sharding import Sharding
 from .tied import Place
+from .update_memory import UpdateMemory
 from .working_set import Item, find_items
 
 
@@ -85,6 +86,7 @@ class _Builder:
         """Where the backward begins to make each instance's gradient."""
         self.padding = self._padding_of_gradients()
         self.waits: dict[Source, list[tuple[Place, Place]]] = {}
+        self.updates = UpdateMemory(model, problem, sharding, recompute)
         self.changes = Changes(model, problem, sharding, BucketMemory(model, problem, sharding, recompute))
         boundary = [stored for stored in problem.stored if stored.boundary and not stored.held]
         self.spans = {stored: spans(stored) for stored in boundary} if recompute.leaves else {}
@@ -313,33 +315,10 @@ class _Builder:
         It is all of the gradients that are complete, with the states that come for them, or as much as may be there at once. In
         buckets a region's own gradients, which come to rest at the end of its backward, count from its beginning.
         """
-        if not self.recompute.update_bytes:
-            return []
         here = (region, -1 if self.sharding.joined.in_buckets else position)
-        nums = {
-            d: min(d.count, sum(place > here for place in self.gradient_places[d])) for d in self.recompute.update_bytes
-        }
+        nums = {d: min(d.count, sum(place > here for place in self.gradient_places[d])) for d in self.updates.trained}
         nums = {decision: num for decision, num in nums.items() if num}
-        return [*self._updates(nums), (self.temporaries, 1.0)] if nums else []
-
-    def _updates(self, nums: dict[Decision, int]) -> Terms:
-        """Return what updates of so many instances hold; any of the states that are away may be theirs."""
-        if (
-            sum(num * self.recompute.update_bytes[decision] for decision, num in nums.items())
-            > self.recompute.most_updates
-        ):
-            return [(self.most_updates, 1.0)]
-        terms = [
-            (column, num * size)
-            for decision, num in nums.items()
-            for column, size in self.sharding.chosen_mib(decision, decision.rest_bytes)
-        ]
-        states = [
-            (away, decision.leaving_state_bytes[k] / MIB)
-            for (decision, k), away in self.recompute.states.items()
-            if decision in nums
-        ]
-        return [*terms, *states]
+        return [*self.updates.held(nums), (self.temporaries, 1.0)] if nums else []
 
     def _coming_to_rest(self, region_class: RegionClass) -> Terms:
         return self.changes.buckets.coming_to_rest(region_class) if self.gradients_add_up_to_all else []
@@ -372,7 +351,7 @@ class _Builder:
                     size = self.problem.costs.block_bytes(stored.source.tensor, native)
                     terms.append((self.recompute.keep[stored, native], size / MIB))
         window = [(self.recompute.state_window, 1.0)] if self.recompute.state_window >= 0 else []
-        updates = self._updates({decision: decision.count for decision in self.recompute.update_bytes})
+        updates = self.updates.held({decision: decision.count for decision in self.updates.trained})
         return [*terms, *self._vectors(), (self.temporaries, 1.0), *window, *updates]
 
     @cached_property
@@ -382,11 +361,6 @@ class _Builder:
         for sizes in self._step_terms():
             self.model.row("the optimizer's temporaries", [*sizes, (largest, -1.0)], upper=0.0)
         return largest
-
-    @cached_property
-    def most_updates(self) -> int:
-        """Return the column of the most that updates hold at once."""
-        return self.model.column(lower=self.recompute.most_updates / MIB)
 
     def _vectors(self) -> Terms:
         """Return the bytes that an optimizer holds of all parameters at once, in fp32 or wider."""

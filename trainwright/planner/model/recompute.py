@@ -63,10 +63,6 @@ class Recompute:
     params_stay: dict[tuple[Decision, int], int] = field(default_factory=dict)
     values_held: Terms = field(default_factory=list)
     """MiB of parameters that were read from disks, in every row."""
-    update_bytes: dict[Decision, int] = field(default_factory=dict)
-    """The most bytes of a parameter's gradient and the states that come for its update, where something rests on a tier."""
-    most_updates: int = 0
-    """The most bytes of updates under way at once."""
     in_flight: dict[RegionClass, int] = field(default_factory=dict)
     """MiB on their way out or back while a class runs."""
 

@@ -68,7 +68,6 @@ class _Builder:
         if self.policy.keep_bytes is not None:
             self.model.row(KEPT, self._stays(), upper=self.policy.keep_bytes / MIB)
         self._hold_values()
-        self._hold_updates()
         return self._moved()
 
     def _options(self) -> Iterator[tuple[Decision, int, int]]:
@@ -118,12 +117,6 @@ class _Builder:
         for tensor, size in sizes.items():
             found.update({tensor.consumers[0].region if tensor.consumers else None: size})
         return max(found.values(), default=0)
-
-    def _hold_updates(self) -> None:
-        """Say how much updates hold at most: half of the window, or the largest of them."""
-        trained = [decision for decision in self.problem.params if decision.tied[0].requires_grad]
-        self.recompute.update_bytes = {d: max(map(sum, zip(d.rest_bytes, d.leaving_state_bytes))) for d in trained}
-        self.recompute.most_updates = max(self.policy.window_bytes // 2, *self.recompute.update_bytes.values(), 0)
 
     # Seconds
 
