@@ -252,6 +252,22 @@ def test_one_pass_is_refused_elsewhere_than_on_the_cpu_before_anything_changes()
     assert torch.equal(weights[0], torch.ones(70, 70))
 
 
+@pytest.mark.parametrize("num_elements", [1000, 10_000])
+def test_one_pass_refuses_moments_of_another_parameter(num_elements: int) -> None:
+    """In fp32 and in 8 bits: the kernel would read and write behind them."""
+    small, large = (nn.Parameter(torch.ones(times * num_elements)) for times in (1, 2))
+    optimizer, other = optim.AdamW8bit([large], fused=True), optim.AdamW8bit([small], fused=True)
+    for each in (small, large):
+        each.grad = torch.ones_like(each)
+    optimizer.step()
+    other.step()
+    optimizer.load_state_dict(other.state_dict())
+    before = large.detach().clone()
+    with pytest.raises(ValueError, match="load what was saved for this one"):
+        optimizer.step()
+    assert torch.equal(large.detach(), before)
+
+
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names instruction sets of x86-64")
 @pytest.mark.parametrize(
     "instructions", ["x86-64-v3", *(pytest.param(f"x86-64-v{i}", marks=pytest.mark.slow) for i in (2, 4))]

@@ -76,6 +76,13 @@ def test_a_sample_tells_where_to_look_and_never_what_is_found(dtype: torch.dtype
         torch.testing.assert_close(found, by_digits, rtol=0, atol=0, equal_nan=True)
 
 
+def test_elements_that_lie_apart_are_selected_among_themselves() -> None:
+    values = torch.arange(600_000, dtype=torch.float32)
+    for apart in (values[::2], values.view(-1, 2)[:, 0], values.bfloat16()[::2]):
+        assert not apart.is_contiguous()
+        assert kth_largest_magnitude([apart], 1000) == apart.float().sort(descending=True).values[1000]
+
+
 def test_without_a_compiler_digits_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.randn(300_000, generator=draws(8))
     sampled = kth_largest_magnitude([values], 1000)

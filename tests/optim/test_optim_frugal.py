@@ -310,6 +310,39 @@ def test_one_pass_uses_threads_and_leaves_what_it_cannot_take_to_the_loop() -> N
         FRUGAL([nn.Parameter(torch.ones(2, 2))], projection="svd", fused=True)
 
 
+@pytest.mark.parametrize("size", [21, 22])
+@pytest.mark.parametrize("projection", ["columns", "rows", "entries", "svd"])
+def test_a_projector_of_another_matrix_is_refused(projection: str, size: int) -> None:
+    """Half of 21 columns are as many as half of 20; one of them may be the 21st."""
+    param, wider = (nn.Parameter(torch.ones(each, each).cumsum(0)) for each in (20, size))
+    how: dict[str, Any] = {"projection": projection, "density": 0.5, "update_gap": 1, "betas": (0.9, 0.9)}
+    optimizer, other = (FRUGAL([{"params": [each], "projected": True}], **how) for each in (param, wider))
+    for each in (optimizer, other):
+        trained(each, 1)
+    state = other.state_dict()
+    if projection in ("columns", "rows") and size == 21:
+        state["state"][0]["projector"][-1] = 20
+    with pytest.raises(
+        UserError, match=r"needs a projector of a matrix .* load a state saved for parameters of the same shapes"
+    ):
+        optimizer.load_state_dict(state)
+
+
+def test_one_pass_refuses_moments_of_another_parameter() -> None:
+    small, large = (nn.Parameter(torch.ones(size, size)) for size in (20, 40))
+    how: dict[str, Any] = {"projection": "block", "density": 1.0, "fused": True}
+    optimizer, other = (FRUGAL([{"params": [param], "projected": True}], **how) for param in (large, small))
+    for each in (small, large):
+        each.grad = torch.ones_like(each)
+    optimizer.step()
+    other.step()
+    optimizer.load_state_dict(other.state_dict())
+    before = large.detach().clone()
+    with pytest.raises(ValueError, match="load what was saved for this one"):
+        optimizer.step()
+    assert torch.equal(large.detach(), before)
+
+
 def test_blocks_that_stay_keep_their_moments_and_their_count() -> None:
     """Of four tensors two are active, in turns of two steps and in order: none stays; of three, one does now and then."""
     params = [nn.Parameter(torch.zeros(2, 2, dtype=torch.float64)) for _ in range(3)]

@@ -15,6 +15,9 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-fno-math-errno")
 _COMPILERS = ("g++",)
 
@@ -35,6 +38,23 @@ def library(source: Path) -> ctypes.CDLL:
     if not target.exists():
         _compile(compiler, source, target)
     return ctypes.CDLL(str(target))
+
+
+def address(tensor: Tensor, dtype: torch.dtype, num_elements: int) -> int:
+    """Return where a tensor's memory begins, for a kernel that reads so many elements of that dtype there and cannot check it.
+
+    Raises `ValueError` for any other tensor: a kernel would read and write what lies behind it.
+
+    >>> address(torch.zeros(3), torch.float32, 4)
+    Traceback (most recent call last):
+    ValueError: a compiled kernel needs 4 elements of torch.float32; got 3 of torch.float32; a state that was loaded ...
+    """
+    if tensor.dtype != dtype or tensor.numel() != num_elements:
+        raise ValueError(
+            f"a compiled kernel needs {num_elements} elements of {dtype}; got {tensor.numel()} of {tensor.dtype}; a state that "
+            "was loaded is another parameter's: load what was saved for this one"
+        )
+    return tensor.data_ptr()
 
 
 def _compile(compiler: str, source: Path, target: Path) -> None:

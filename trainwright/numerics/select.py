@@ -74,7 +74,7 @@ def _by_samples(tensors: Sequence[Tensor], index: int) -> Tensor | None:
     narrow = all(tensor.dtype in (torch.float32, torch.bfloat16, torch.float16) for tensor in tensors)
     if not own or not narrow or not index < num_elements or num_elements < _LEAST_SAMPLED or _keep_between() is None:
         return None
-    flat = [tensor.detach().reshape(-1) for tensor in tensors]
+    flat = [tensor.detach().reshape(-1).contiguous() for tensor in tensors]  # the pass reads on from the first element
     while num_elements > 2 * _NUM_SAMPLED:
         low, high = _likely_range(flat, index, num_elements)
         num_above, kept = _between(flat, low, high)

@@ -136,6 +136,15 @@ class FRUGAL(Method):
     def _state_keys(self) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq", "projector")
 
+    def _check_state(self, param: Tensor, group: dict[str, Any], saved: dict[str, Any]) -> None:
+        super()._check_state(param, group, saved)
+        part = _subspace(param, group) if "projector" in saved else None
+        if part is not None and not part.is_projector(saved["projector"]):
+            raise UserError(
+                f"{type(self).__name__} needs a projector of a matrix {list(part.shape)}; got one of shape "
+                f"{list(saved['projector'].shape)} for another; load a state saved for parameters of the same shapes"
+            )
+
     def _needed(self, param: Tensor, group: dict[str, Any]) -> Iterable[str]:
         return () if _is_projected(param, group) else _moments("adam")
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from .. import numerics
 from ..artifacts import UserError
-from ..numerics.native import library
-from ..numerics.quantise import dynamic_codebook
+from ..numerics.native import address, library
+from ..numerics.quantise import dynamic_codebook, num_blocks
 from .batch import Lists
 from .compiled import Update, flat_views, taking_any
 
@@ -52,12 +52,15 @@ def fused(update: Update) -> Update:
         num_elements, settings = param.numel(), ctypes.byref(_settings(step, lr, options))
         sizes = [max(1, min(torch.get_num_threads(), num_elements // _LEAST_ELEMENTS)), num_elements]
         narrow = param.dtype == torch.bfloat16
+        pointers = [param.data_ptr(), grad.data_ptr()]
         if scales:
-            codes = [tensor for pair in zip(moments, scales) for tensor in pair]
-            pointers = [tensor.data_ptr() for tensor in (param, grad, *codes, _tables())]
-            _call("blocks", len(moments))(*sizes, options["block_size"], narrow, *pointers, settings)
+            block_size = options["block_size"]
+            for codes, scale in zip(moments, scales):
+                pointers.append(address(codes, torch.uint8, num_elements))
+                pointers.append(address(scale, torch.float32, num_blocks(num_elements, block_size)))
+            _call("blocks", len(moments))(*sizes, block_size, narrow, *pointers, _tables().data_ptr(), settings)
         else:
-            pointers = [tensor.data_ptr() for tensor in (param, grad, *moments)]
+            pointers += [address(moment, torch.float32, num_elements) for moment in moments]
             _call("wide", len(moments))(*sizes, narrow, *pointers, settings)
         return None
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import numerics
 from ..artifacts import UserError
-from ..numerics.native import library
+from ..numerics.native import address, library
 from .batch import plain
 from .projection import Subspace
 
@@ -41,28 +41,31 @@ def step_in_subspace(
     alike = own.shape == given.shape and own.dtype == given.dtype and own.dtype in _DTYPES
     if not (alike and own.is_contiguous() and given.is_contiguous() and own.numel()):
         return False
-    moments = [plain(state[name]) for name in ("exp_avg", "exp_avg_sq") if name in state]
-    side, rows, width, index = _place(own, part, state)
+    side, rows, width, index, num_kept = _place(own, part, state)
     num_threads = max(1, min(torch.get_num_threads(), own.numel() // _LEAST_ELEMENTS))
     sizes = num_threads, own.dtype == torch.bfloat16, side, rows, width, index.numel()
-    pointers = [tensor.data_ptr() for tensor in (index, own, given)]
-    pointers += [tensor.data_ptr() for tensor in moments] + [0] * (2 - len(moments))
+    moments = [plain(state[name]) for name in ("exp_avg", "exp_avg_sq") if name in state]
+    pointers = [address(index, torch.int32, index.numel()), own.data_ptr(), given.data_ptr()]
+    pointers += [address(each, torch.float32, num_kept) for each in moments] + [0] * (2 - len(moments))
     settings = _settings(since, group, scales, active)
     _function()(*sizes, *pointers, ctypes.byref(settings))
     return True
 
 
-def _place(own: Tensor, part: Subspace | None, state: dict[str, Any]) -> tuple[int, int, int, Tensor]:
-    """Return how the moments lie: the kernel's side, rows, columns, and the columns, slots or elements."""
+def _place(own: Tensor, part: Subspace | None, state: dict[str, Any]) -> tuple[int, int, int, Tensor, int]:
+    """Return how the moments lie: the kernel's side, rows, columns, the columns, slots or elements, and how many moments."""
     if part is None or "exp_avg" not in state:
         slot = 0 if "exp_avg" in state else -1
-        return 0, 1, own.numel(), torch.tensor([slot], dtype=torch.int32)
+        return 0, 1, own.numel(), torch.tensor([slot], dtype=torch.int32), own.numel()
     rows, width, projector = own.shape[0] if own.ndim else 1, own[:1].numel(), state["projector"]
-    if part.side != 0:
-        return (1 if part.side == 1 else 2), rows, width, projector
+    kept = projector.numel()
+    if part.side == 1:
+        return 1, rows, width, projector, rows * kept
+    if part.side is None:
+        return 2, rows, width, projector, kept
     slots = torch.full((rows,), -1, dtype=torch.int32)
-    slots[projector.long()] = torch.arange(len(projector), dtype=torch.int32)
-    return 0, rows, width, slots
+    slots[projector.long()] = torch.arange(kept, dtype=torch.int32)
+    return 0, rows, width, slots, kept * width
 
 
 def _settings(since: int, group: dict[str, Any], scales: tuple[float, float], active: str) -> _Settings:

@@ -68,6 +68,17 @@ class Subspace:
         """The shape of the projector."""
         return (self.shape[self.side or 0], self.kept) if self.dense else (self.kept,)
 
+    @property
+    def num_coordinates(self) -> int:
+        """The number of columns, rows or entries of which some are kept."""
+        return self.shape[0] * self.shape[1] if self.side is None else self.shape[self.side]
+
+    def is_projector(self, given: Tensor) -> bool:
+        """Return whether a tensor is a projector of this subspace: of its shape, and with coordinates that the matrix has."""
+        if given.shape != self.projector_shape:
+            return False
+        return self.dense or not given.numel() or 0 <= int(given.min()) <= int(given.max()) < self.num_coordinates
+
     def choose(self, gradient: Tensor, generator: torch.Generator) -> Tensor:
         """Return a projector: of the gradient's own directions for `svd`, drawn on the CPU otherwise."""
         if self.singular:
@@ -76,8 +87,9 @@ class Subspace:
         if self.dense:
             drawn = torch.randn(self.projector_shape, generator=generator, dtype=torch.float64)
             return torch.linalg.qr(drawn)[0].to(gradient)
-        count = self.shape[0] * self.shape[1] if self.side is None else self.shape[self.side]
-        drawn = torch.randperm(count, generator=generator)[: self.kept].to(torch.int32)  # lets the permutation go
+        drawn = torch.randperm(self.num_coordinates, generator=generator)[: self.kept].to(
+            torch.int32
+        )  # lets the permutation go
         return drawn.sort().values.to(gradient.device)  # in the order of memory, in which they are read
 
     def down(self, gradient: Tensor, projector: Tensor) -> Tensor:
