@@ -30,6 +30,10 @@ def solve_two_stage(solver: Solver, settings: Settings) -> Answer | Infeasible:
         best = min(answers, key=lambda answer: answer.objective_s)
         best.solve_s = settings.deadline.work_s - began_s
         return best
+    for outcome in (Outcome.STOPPED, Outcome.SLOWER):
+        # of a share that was not looked at to its end nothing is known about its memory
+        if undecided := [found for found in results if isinstance(found, Infeasible) and found.outcome is outcome]:
+            return undecided[0]
     failures = [result for result in results if isinstance(result, Infeasible) and result.smallest is not None]
     if failures:
         return min(failures, key=lambda found: found.smallest.simulation.peak_bytes if found.smallest else 0)
