@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import os
 import signal
@@ -34,6 +35,7 @@ from trainwright.planner.search.answer import Answer, Infeasible
 from trainwright.planner.search.effort import GAP
 from trainwright.planner.search.fitting import Fitting
 from trainwright.planner.search.solve import Least, Solver
+from trainwright.planner.search.two_stage import solve_two_stage
 from trainwright.planner.ways import Ways
 from trainwright.program.program import build_program
 
@@ -144,7 +146,7 @@ def test_the_rows_count_gradients_that_wait_and_what_reruns_hold():
 @pytest.mark.parametrize("times", [1.0, 1.35])
 def test_an_encoder_with_a_decoder_on_two_axes_is_planned_no_slower_than_by_a_recipe(times):
     (place,) = task(build_program(capture(*zoo.build("t5-tiny"))), "2x2xh100").places
-    smallest = place.solver.smallest(place.settings("joint"))
+    smallest = place.solver.smallest(place.settings("fsdp"))  # `joint` has plans below it
     place.task.budget_bytes = int(budget_for(smallest.simulation.peak_bytes) * times)
     joint, fsdp = solve_on(place, "joint"), solve_on(place, "fsdp")
     assert joint.simulation.peak_bytes <= place.task.budget_bytes
@@ -160,6 +162,17 @@ def test_no_answer_in_time_is_not_called_a_contradiction(place, monkeypatch, out
     assert isinstance(refused, Infeasible)
     assert refused.outcome is outcome
     assert any("contradict" in why for why in refused.binding) is is_known
+
+
+@pytest.mark.parametrize("outcome", [Outcome.SLOWER, Outcome.STOPPED])
+def test_shares_that_were_not_looked_at_to_their_end_say_nothing_about_memory(place, monkeypatch, outcome):
+    smallest = place.solver.smallest(place.settings("joint"))
+    given = itertools.chain([Infeasible(Outcome.DOES_NOT_FIT, (), smallest)], itertools.repeat(Infeasible(outcome)))
+    monkeypatch.setattr(Solver, "first_stage", lambda *_: dict.fromkeys(place.problem.decisions, 0))
+    monkeypatch.setattr(Solver, "solve", lambda *_: next(given))
+    refused = solve_two_stage(place.solver, place.settings("joint"))
+    assert isinstance(refused, Infeasible)
+    assert refused.outcome is outcome
 
 
 def test_a_search_within_a_budget_that_ends_without_an_answer_looks_at_known_shardings(place, monkeypatch):
