@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..artifacts import Plan, UserError
+from ..launch.group import wait_for_others
 from ..runtime import Checkpointer, ParallelModule, full_state_dict
 from ..sync import Sync
 from ..torch_internals.private import flatten
@@ -132,6 +133,12 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc]
     def finish(self) -> None:
         """Give all replicas the same parameters, those to evaluate or keep; a collective call, after the last step."""
         self.replication.finish()
+
+    def end_training(self) -> None:
+        """End trackers and the process group, once every rank has come here: one that is late would find its peers gone."""
+        if self.num_processes > 1:
+            wait_for_others()
+        super().end_training()
 
     def adopt(self, module: ParallelModule, like: nn.Module) -> None:
         """Take a planned module as prepared; `like` is the user's model that it was made of, or a `skeleton`."""

@@ -141,9 +141,16 @@ def _leave_at_exit() -> None:
     if not dist.is_initialized():
         return
     if getattr(sys, "last_value", None) is None:
-        with contextlib.suppress(RuntimeError):  # another rank is gone, or late
-            dist.barrier(async_op=True).wait(timedelta(seconds=_LAST_WAIT_S))
+        wait_for_others()
     dist.destroy_process_group()
+
+
+def wait_for_others() -> None:
+    """Wait until every rank has come here, but not for ever: one may be gone, or late."""
+    import torch.distributed as dist
+
+    with contextlib.suppress(RuntimeError):
+        dist.barrier(async_op=True).wait(timedelta(seconds=_LAST_WAIT_S))
 
 
 def _from_group_or_environment(function: str, variable: str, default: int) -> int:

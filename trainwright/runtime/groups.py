@@ -1,18 +1,20 @@
 """Keeps the process groups that modules make, so that a process that runs several plans has each group once.
 
-A group of gloo has threads and sockets of its own until the process ends; a hundred modules one after the other had a thousand.
+A group of gloo has threads and sockets of its own until nothing refers to it; a hundred modules one after the other had a thousand.
+What is kept ends with the default group: a thread that still releases a tensor while Python ends aborts the process.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch.distributed as dist
 
 _kept: dict[Hashable, Any] = {}
-_world: Any = None
-"""The default group under which they were made; they end with it."""
+_world: weakref.ref[Any] | None = None
+"""The default group under which they were made."""
 
 
 def made_once(key: Hashable, make: Callable[[], Any]) -> Any:
@@ -21,9 +23,10 @@ def made_once(key: Hashable, make: Callable[[], Any]) -> Any:
     Making groups is a collective call. Every rank asks for the same keys in the same order, so it is made on all or on none.
     """
     global _world
-    if dist.group.WORLD is not _world:
+    world = dist.group.WORLD
+    if _world is None or _world() is not world:
         _kept.clear()
-        _world = dist.group.WORLD
+        _world = weakref.ref(world, lambda _: _kept.clear())
     if key not in _kept:
         _kept[key] = make()
     return _kept[key]
