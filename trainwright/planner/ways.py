@@ -22,10 +22,13 @@ from .search.solve import Solver, both
 from .search.two_stage import solve_two_stage
 from .task import Place
 
-_AHEAD = ("ahead", "as seen", "buckets", "none")
-"""Where computation hides what travels, the way that hides most comes first; what holds less follows."""
+_HIDING = ("buckets", "ahead", "as seen", "none")
+"""Where computation hides what travels, buckets come first: they are proven in a fraction of the time that `ahead` takes,
+and where memory binds they are seldom slower, since what they do not hold is kept instead."""
 _ONE_BY_ONE = ("none", "buckets")
 """Where nothing is hidden, one by one comes first, since it is soon proven; shared latencies follow."""
+_FURTHER = ("none", "buckets", "ahead")
+"""Each way issues what travels further ahead than the one before, so that it hides as much or more, and holds as much or more."""
 _KNOWN = "fsdp"
 """The recipe that `joint` is held against where that takes little: of those that hold little, it is solved soonest."""
 RANK_OF_REFUSED = 1
@@ -88,7 +91,7 @@ class Ways(Space):
             return ("none",)
         if not solver.hides:
             return _ONE_BY_ONE
-        return _AHEAD if self.recipe == "joint" else tuple(way for way in _AHEAD if way != "as seen")
+        return _HIDING if self.recipe == "joint" else tuple(way for way in _HIDING if way != "as seen")
 
     def is_wanted(self, incumbent: Incumbent) -> bool:
         if self.refused is not None:
@@ -148,6 +151,9 @@ class Ways(Space):
             narrow = restriction(self.place.problem, _KNOWN).allowed
             given = self.place.restriction("joint")
             settings.restriction = replace(given, allowed=both(given.allowed, narrow), offload=False)
+        if self.is_beside and self.refused is None:
+            most_s = incumbent.step_s * (1 + self.place.solver.effort.most_off)
+            settings.cutoff_s = min(settings.cutoff_s, most_s)
         if self.known is None:
             return settings
         effort = self.place.solver.effort
@@ -223,11 +229,10 @@ class Ways(Space):
         elif is_slower and (proposal := self._proposal(incumbent)) is not None:
             budget = float(self.place.task.usable_bytes or 0)
             yield from self._take(incumbent, proposal.bounded(proposal.step_s * (1 - GAP), refused.floor_s, budget))
-        elif self.turn < self._last and is_slower != self.place.solver.hides:
-            # GPUs try the way that holds most first, CPUs the one that holds least
+        elif (turn := self._instead(is_slower)) is not None:
             if not is_slower and not self.is_beside:
                 self._note_refusal(incumbent, refused)
-            yield replace(self, turn=self._skip(self.turn + 1))
+            yield replace(self, turn=turn)
         elif refused.outcome is Outcome.STOPPED and not is_whole:
             yield replace(self, is_again=True)
         elif not is_slower and not self.is_beside:
@@ -241,9 +246,12 @@ class Ways(Space):
     def _last(self) -> int:
         return len(self.ways) - 1
 
-    def _skip(self, turn: int) -> int:
-        """Return the next way that needs no answer to begin from."""
-        return turn + 1 if self.ways[turn] == "as seen" else turn
+    def _instead(self, is_slower: bool) -> int | None:
+        """Return the way to search where this one has nothing: one that hides more if all is slower, else one that holds less."""
+        here = _FURTHER.index(self.ways[self.turn])
+        wanted = _FURTHER[here + 1 :] if is_slower else _FURTHER[:here]
+        later = range(self.turn + 1, len(self.ways))
+        return next((turn for turn in later if self.ways[turn] in wanted), None)
 
     def _next(self, incumbent: Incumbent) -> Iterator[Space]:
         """Yield what is worth it after the ways before have found an answer."""
@@ -253,7 +261,7 @@ class Ways(Space):
             if self._is_worth_it(self.ways[turn], self.known):
                 yield replace(self, turn=turn, is_again=False)
                 return
-        if self._last > self._skip(self.turn) and self.place.solver.hides:
+        if self.turn < self._last and self.place.solver.hides:
             self._leave_unproven(incumbent, self.known)
         if self.known.answer.binds and not self.is_beside:
             yield from self._beside()
@@ -272,7 +280,11 @@ class Ways(Space):
         Where a lack of time was the reason, on the last way, the mesh is named as not searched instead.
         """
         if refused.outcome is Outcome.DOES_NOT_FIT or self.turn < self._last:
-            incumbent.bound_s = min(incumbent.bound_s, max(refused.bound_s, refused.floor_s))
+            bound_s = refused.bound_s
+            if self.ways[self.turn] == "buckets" and self.place.solver.hides and math.isfinite(bound_s):
+                # `ahead` holds more and is passed over: what is proven of buckets does not bind it
+                bound_s = min(bound_s, self.place.solver.travelling("ahead").bound_within_s(self._settings(incumbent)))
+            incumbent.bound_s = min(incumbent.bound_s, max(bound_s, refused.floor_s))
 
     def _beside(self, refused: Infeasible | None = None) -> Iterator[Space]:
         """Yield the space of the recipe that `joint` is held against.

@@ -96,6 +96,8 @@ class Effort:
     """That plan may fit if its peak by the rows is below this many times the budget; a recipe, if the least found is."""
     often_off: float = CLOSE
     """The typical relative error of the objective: a known sharding that it ranks slower by no more may be the faster one."""
+    most_off: float = 0.05
+    """The largest: a recipe whose plans take longer than the answer by more is not searched for a faster one."""
     room: float = 1.02
     """The first row budget of a known sharding, as a multiple of the answer's."""
     wide_room: float = 1.25

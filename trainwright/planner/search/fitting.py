@@ -150,7 +150,7 @@ class Fitting:
     def _is_settled(self) -> bool:
         """True where no other row budget is worth a solve; it is while what is proven is much faster than what fits."""
         search = self.search
-        return search.is_narrow or search.is_full if self._is_proven else search.is_spent or search.is_flat
+        return search.is_closed or search.is_full if self._is_proven else search.is_spent or search.is_flat
 
     def _known(self) -> Answer | None:
         """Return the fastest answer with a known sharding that fits: where the search found none in time."""

@@ -31,7 +31,7 @@ from ..problem.recipes import Restriction, restriction
 from .answer import Answer, Infeasible, Least, Settings, Simulate, refused
 from .effort import Effort
 from .fitting import Fitting
-from .stages import Options, Starts, held_at, solve_in_stages
+from .stages import Options, Starts, held_at, relaxed_bound_s, solve_in_stages
 
 Allowed = Mapping[Decision, frozenset[int]]
 SHARES = (1.0, 0.5, 0.25)
@@ -258,6 +258,12 @@ class Solver:
         aim: the rows' budget to begin with; `wider` makes another, where there is nothing within that.
         """
         return Fitting(self, settings, budget, aim, wider).run()
+
+    def bound_within_s(self, settings: Settings) -> float:
+        """Return seconds that no answer beats which the rows let into the budget, by the relaxation alone."""
+        model, sharding, recompute, memory = self.full()
+        set_budget(model, memory, math.inf if settings.budget_bytes is None else settings.budget_bytes)
+        return relaxed_bound_s(settings.stages(model, sharding, recompute))
 
     def smallest(self, settings: Settings) -> Answer | None:
         """Return the answer that holds least by the rows."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ..model.deadline import LEAST_S, Deadline
-from ..model.milp import Model, Patience, Progress, Solution, Vertex
+from ..model.milp import Model, Patience, Progress, Relaxation, Solution, Vertex
 from ..model.outcome import Outcome
 from ..model.recompute import Recompute
 from ..model.sharding import Sharding
@@ -67,11 +67,9 @@ def solve_in_stages(stages: Stages, cost: Mapping[int, float] | None = None) -> 
         known = _in_full(stages, _best_known(stages, held, third), cost)
         if _close(known, stages.floor, stages.patience.gap) and known.objective < stages.cutoff:
             return replace(known, outcome=Outcome.FEASIBLE, bound=stages.floor)
-    relaxation = model.relaxation(fixed, cost)
-    if hidden is not None:
-        held.cost = hidden.weighed(relaxation, third, deadline)
+    relaxation, root = _relaxed(held, third if stages.starts else limit, cost)
+    if hidden is not None and held.cost is not None:
         known = known and _charged(held.cost, known)
-    root = relaxation.solve(time_limit_s=third if stages.starts else limit, deadline=deadline)
     if root is Outcome.INFEASIBLE:
         return Solution(root, None, math.inf, math.inf)
     bound = max(stages.floor, root.objective) if isinstance(root, Vertex) else stages.floor
@@ -105,6 +103,15 @@ def solve_in_stages(stages: Stages, cost: Mapping[int, float] | None = None) -> 
     return Solution(outcome, found.values, found.objective, bound)
 
 
+def relaxed_bound_s(stages: Stages) -> float:
+    """Return the seconds that the relaxation proves no solution to beat; ∞ where it has none."""
+    fixed = _forbidden(stages.sharding, stages.restriction) | _fates(stages.recompute, stages.restriction)
+    _, root = _relaxed(_Held(stages, fixed, None), stages.time_limit_s)
+    if isinstance(root, Outcome):
+        return math.inf if root is Outcome.INFEASIBLE else stages.floor
+    return max(stages.floor, root.objective)
+
+
 @dataclass(eq=False)
 class _Held:
     """Solves what is left when the sharding is held."""
@@ -127,6 +134,18 @@ class _Held:
             patience=stages.patience,
             deadline=stages.deadline,
         )
+
+
+def _relaxed(
+    held: _Held, time_limit_s: float, cost: Mapping[int, float] | None = None
+) -> tuple[Relaxation, Vertex | Outcome]:
+    """Solve the relaxation; unless `cost` replaces the objective, `held` gets the costs by which it weighs what is hidden."""
+    stages = held.stages
+    relaxation = stages.model.relaxation(held.fixed, cost)
+    hidden = stages.sharding.hidden if cost is None else None
+    if hidden is not None:
+        held.cost = hidden.weighed(relaxation, stages.effort.relaxation_share * stages.time_limit_s, stages.deadline)
+    return relaxation, relaxation.solve(time_limit_s=time_limit_s, deadline=stages.deadline)
 
 
 def _whole(stages: Stages, held: _Held, root: Vertex, time_limit_s: float) -> Solution:
@@ -165,12 +184,7 @@ def solve_beside(stages: Stages, options: Options) -> Solution:
     held = _Held(stages, fixed, None)
     deadline = stages.deadline
     began_s = deadline.work_s
-    relaxation = stages.model.relaxation(fixed)
-    if stages.sharding.hidden is not None:
-        held.cost = stages.sharding.hidden.weighed(
-            relaxation, stages.effort.relaxation_share * stages.time_limit_s, deadline
-        )
-    root = relaxation.solve(time_limit_s=stages.effort.beside_share * stages.time_limit_s, deadline=deadline)
+    _, root = _relaxed(held, stages.effort.beside_share * stages.time_limit_s)
     first = held.solve(options)
     if isinstance(root, Outcome):
         return _in_full(stages, first)
