@@ -68,13 +68,15 @@ class Solver:
         self._rest: tuple[Model, Sharding, int] | None = None
         self._unbound: list[tuple[Restriction, Solution]] = []
         """The last restriction with its fastest solution without memory, of all ways in which parameters travel."""
-        self._known: tuple[tuple[Restriction, int | None], list[Mapping[Decision, int]]] | None = None
+        self._known: list[tuple[tuple[Restriction, int | None], list[Mapping[Decision, int]]]] = []
+        """The last restriction and budget with the shardings to begin from, of all ways too."""
 
     def travelling(self, within: Overlap) -> Solver:
         """Return a solver of the same problem whose parameters travel so within a budget."""
         if within not in self._others:
             other = Solver(self.problem, self.simulate, self.travel, within, self.delta)
-            other._plain, other._unbound, other.effort = self.plain(), self._unbound, self.effort
+            other._plain, other.effort = self.plain(), self.effort
+            other._unbound, other._known = self._unbound, self._known
             self._others[within] = other
         return self._others[within]
 
@@ -334,9 +336,9 @@ class Solver:
     def starts(self, settings: Settings) -> list[Mapping[Decision, int]]:
         """Return shardings to begin from: the fastest ones of those that rest in a share of the budget, and of `fsdp`."""
         asked = settings.restriction, settings.budget_bytes
-        if self._known is None or self._known[0] != asked:
-            self._known = asked, self._starts(settings)
-        return self._known[1]
+        if all(known != asked for known, _ in self._known):
+            self._known[:] = [(asked, self._starts(settings))]
+        return self._known[0][1]
 
     def _starts(self, settings: Settings) -> list[Mapping[Decision, int]]:
         sharded = restriction(self.problem, "fsdp").allowed
