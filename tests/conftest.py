@@ -81,6 +81,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def compiled_anew() -> Iterator[None]:
+    """Let a test compile as in a process of its own: torch gives up on code that it has compiled eight times, of whatever test."""
+    torch = importlib.import_module("torch")
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
 @pytest.fixture(scope="session")
 def pool2() -> Iterator[Pool]:
     """Two ranks over gloo."""

@@ -107,6 +107,7 @@ def test_kernels_come_after_what_they_read(is_cpu: bool) -> None:
     assert inside | views >= {node for node in graph.nodes if node.op == "call_function" and node.users}
 
 
+@pytest.mark.usefixtures("compiled_anew")
 def test_what_is_saved_is_what_torchs_own_partitioner_keeps() -> None:
     """`aot_eager_decomp_partition` has inductor's decompositions and its partitioner, without its kernels."""
     model, batch = _model()
@@ -220,6 +221,7 @@ def test_processes_are_refused() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiled_anew")
 def test_the_peak_is_that_of_inductors_own_code() -> None:
     model, batch = _model()
     found = tw.profile(model, batch, loss_fn=_loss, compile=True, capture=False)

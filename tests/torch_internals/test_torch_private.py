@@ -203,3 +203,19 @@ def test_a_compiled_module_hands_its_graphs_over_and_is_itself_again():
     assert torch.equal(loss, plain)
     assert layer[0].weight.grad is not None
     assert "forward" not in vars(layer)
+
+
+@pytest.mark.usefixtures("compiled_anew")
+def test_a_module_is_compiled_in_a_process_in_which_torch_has_given_up():
+    """Of eight modules it compiles forward; the ninth, and every other from then on, runs as it is."""
+    for width in range(1, 11):
+        torch.compile(nn.Sequential(nn.Linear(width, 1)).forward, dynamic=False, backend="eager")(torch.ones(2, width))
+    taken, layer = [], nn.Sequential(nn.Linear(4, 4))
+
+    def take(graph, is_backward, static):
+        taken.append(is_backward)
+        return lambda args: torch.fx.Interpreter(graph).run(*args)
+
+    with private.compiled_in_place(layer, take):
+        layer(torch.ones(2, 4))
+    assert taken == [False], RELEASE

@@ -544,12 +544,27 @@ def _compiling_anew() -> Iterator[None]:
     import torch._functorch.config as functorch_config
     import torch._inductor.config as inductor_config
 
+    _take_up_again()
     with (
         dynamo_config.patch(recompile_limit=4096, accumulated_recompile_limit=65536, fail_on_recompile_limit_hit=True),
         functorch_config.patch(enable_autograd_cache=False),
         inductor_config.patch(fx_graph_cache=False),
     ):
         yield
+
+
+def _take_up_again() -> None:
+    """Drop what was compiled of each code that has reached Dynamo's limit: from there on it runs as it is, and for good.
+
+    Methods of all modules go through the same few codes of torch, so eight small models compiled before are enough.
+    """
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
+    from torch._dynamo import config, convert_frame
+
+    for reference in list(convert_frame.input_codes.seen):
+        code = reference()
+        if code is not None and len(_debug_get_cache_entry_list(code)) >= config.recompile_limit:
+            reset_code(code)
 
 
 def _up_to_kernels(take: Take) -> dict[str, Any]:
