@@ -5,9 +5,12 @@
     rerun      Σ C · bytes of the copy                 the same of what the backward gathers again
     backward   Σ f · bytes before they are scattered   gradients that are there and wait for the end of the region's backward;
                                                        and the places in their buffer of gradients that are not there yet
+               Σ f · what its collective takes         beyond the bytes at rest, of gradients that are reduced by themselves
+                                                       and wait for that end
                Σ f · bytes of sums that stay whole     the places in their buffer of gradients that are not there yet
     backward   −Σ f · bytes at rest                    of gradients that are scattered when the region's backward ends; the rows
                count them there as what comes at a moment (`coming_to_rest`)
+    at rest    Σ f · what whole blocks add             of gradients that end in memory of their own, not as a part of a buffer
     ahead      forward: the copies of the next region; backward: the gradients of the region before, which are in flight,
                and the copies that the next region gathers again, if both do
 
@@ -18,14 +21,14 @@ holds all gradients, so its places are known; in larger ones the rows count the 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 
 from ...program.blocks import RegionClass
 from ...program.layout import Layout
-from ...rank.travel import held_share, regions_ahead
-from ..problem.problem import Problem, Use, Want
+from ...rank.travel import Travel, held_share, issued_step, regions_ahead
+from ..problem.problem import Decision, Problem, Use, Want
 from .joined import travel_of
 from .milp import MIB, Model, Terms
 from .recompute import Recompute
@@ -74,9 +77,12 @@ class BucketMemory:
         self._scattered: dict[RegionClass, list[_Part]] = defaultdict(list)
         self._alone: dict[RegionClass, list[_Part]] = defaultdict(list)
         self._sums: list[_Part] = []
+        self._padding: dict[Decision, Terms] = defaultdict(list)
+        """What memory of its own holds beyond a gradient, by the parameter."""
         self._carried: set[int] = set()
         if not sharding.joined.in_buckets:
             return
+        self._num_uses = Counter(use.source for use in problem.uses)
         for (use, native, want), column in sharding.flow.items():
             if use.source.is_param:
                 self._add(use, native, want, column)
@@ -107,7 +113,10 @@ class BucketMemory:
     def _add_back(self, use: Use, native: Layout, want: Want, column: int, rest_mib: float) -> None:
         travel = travel_of(self.problem, use, native, want)
         if travel.reduction_key is None:
-            self._alone[use.region_class].append(_Part(use, column, 0.0, rest_mib))
+            more_mib = self._padding_mib(use, native) if rest_mib else 0.0
+            flight_mib = self._flight_mib(use, native, travel)
+            self._alone[use.region_class].append(_Part(use, column, flight_mib, rest_mib + more_mib))
+            self._padding[use.source.decision].append((column, more_mib))
             return
         part = _Part(use, column, travel.num_bytes / MIB, rest_mib, not travel.fills_buffer)
         if part.is_small:
@@ -116,6 +125,28 @@ class BucketMemory:
             self._sums.append(part)
         else:
             self._scattered[use.region_class].append(part)
+
+    def _padding_mib(self, use: Use, native: Layout) -> float:
+        """Return what a gradient in memory of its own holds beyond its elements; of a tied parameter it is left out."""
+        if self._num_uses[use.source] > 1:
+            return 0.0
+        costs, tensor = self.problem.costs, use.source.tensor
+        return (costs.block_bytes(tensor, native) - costs.local_bytes(tensor, native)) / MIB
+
+    def _flight_mib(self, use: Use, native: Layout, travel: Travel) -> float:
+        """Return what a gradient that is reduced by itself holds beyond its bytes at rest, until it is waited for.
+
+        Its first collective is on its way then, if it is one that is issued early.
+        """
+        if all(step.kind == "slice" for step in travel.back):
+            return 0.0
+        costs, tensor, number = self.problem.costs, use.source.tensor, issued_step(travel.back)
+        held = travel.num_bytes if number is None else costs.step_held_bytes(tensor, travel.back[number])
+        return max(0, held - costs.block_bytes(tensor, native)) / MIB
+
+    def padding_at_rest(self, decision: Decision, num: int) -> Terms:
+        """Return the terms of what `num` gradients of a parameter at rest hold beyond their elements."""
+        return [(column, num * size) for column, size in self._padding[decision] if size]
 
     def carries(self, column: int) -> bool:
         """Tell whether the gradient of a reshard shares a buffer with others."""
@@ -192,7 +223,7 @@ class BucketMemory:
         if not self.ahead:
             return terms
         if (after := self._beside(region, 1)) is not None:
-            terms += _whole(self._scattered[after])
+            terms += _whole([*self._scattered[after], *self._alone[after]])
         return terms + self._gathered_before(region_class, region)
 
     def coming_to_rest(self, region_class: RegionClass) -> Terms:
@@ -221,7 +252,7 @@ class BucketMemory:
                 terms.append((part.column, part.mib))
             elif part.is_small and position < first:
                 terms.append((part.column, part.mib * share))
-        return terms
+        return terms + _whole([part for part in self._alone[region_class] if part.position > position])
 
     def _region_share(self, region_class: RegionClass) -> float:
         """Return the share of a region's gradients that one buffer holds, each parameter's at its largest."""
@@ -243,7 +274,7 @@ class BucketMemory:
 
 
 def _whole(parts: list[_Part]) -> Terms:
-    return [(part.column, part.mib) for part in parts]
+    return [(part.column, part.mib) for part in parts if part.mib]
 
 
 def _not_copied_out(parts: list[_Part], position: int) -> Terms:

@@ -3,9 +3,9 @@
     static        buffers, parameters at rest, optimizer states that are not offloaded; what is read from disks (`resting`)
     kept          of every region not yet gone through backwards
     own           of the own instance, what its remaining backward waits for, kept or rederived (`working_set`)
-    gradients     of the activations around the group, of the parameters of the regions already gone through; with
-                  micro-batches of all parameters, and those are static; where parameters rest on a tier, what updates of
-                  these hold, with the states that come, or the most that may be under way at once;
+    gradients     of activations that wait (`waiting_gradients`), of the parameters of the regions already gone through;
+                  with micro-batches of all parameters, and those are static; where parameters rest on a tier, what updates
+                  of these hold, with the states that come, or the most that may be under way at once;
                   sums that wait for another reader (`tied`)
     in flight     what is offloaded on its way out, or on its way back before it is asked for (`offload`)
     a moment's    the largest of: the incoming gradients, the gradients that are made and the kernels' scratch memory; the
@@ -23,15 +23,13 @@ row stays short.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
 from ...program.blocks import RegionClass
-from ...program.transition import gradient_layout
-from ..problem.problem import Decision, Problem, Source, Use
+from ..problem.problem import Decision, Problem
 from .bucket_memory import BucketMemory
 from .forward_memory import Changes, ForwardMemory
 from .milp import MIB, Model, Terms
@@ -41,6 +39,7 @@ from .rerun_memory import RerunMemory
 from .sharding import Sharding
 from .tied import Place
 from .update_memory import UpdateMemory
+from .waiting_gradients import WaitingGradients
 from .working_set import Item, find_items
 
 
@@ -84,8 +83,7 @@ class _Builder:
         self.items: dict[RegionClass, list[Item]] = defaultdict(list)
         self.gradient_places: dict[Decision, list[Place]] = defaultdict(list)
         """Where the backward begins to make each instance's gradient."""
-        self.padding = self._padding_of_gradients()
-        self.waits: dict[Source, list[tuple[Place, Place]]] = {}
+        self.waiting = WaitingGradients(model, problem, sharding)
         self.updates = UpdateMemory(model, problem, sharding, recompute)
         self.changes = Changes(model, problem, sharding, BucketMemory(model, problem, sharding, recompute))
         boundary = [stored for stored in problem.stored if stored.boundary and not stored.held]
@@ -152,7 +150,6 @@ class _Builder:
             region_class: self._sum_column([(item.kept, 1.0) for item in items])
             for region_class, items in self.items.items()
         }
-        self.waits = _waits(self.problem.uses)
         for use in self.problem.uses:
             if use.source.is_param:
                 position = max(demand.position for demand in use.demands)
@@ -171,7 +168,7 @@ class _Builder:
                 terms.append((column, num / owner.multiplicity))
         terms += self._own_terms(region_class, member, position)
         terms += self._passed_terms(region_class, region, position)
-        terms += self._pending(region, position)
+        terms += self.waiting.terms(region, position)
         terms += self._param_gradients(region, position)
         terms += self._under_way(region, position)
         terms += self.changes.shared.backward(region, position)
@@ -188,7 +185,7 @@ class _Builder:
         """
         assert decision.region_class is not None
         assert decision.group is not None
-        running = [*self.sharding.chosen_mib(decision, decision.transient_bytes), *self.padding[decision]]
+        running = [*self.sharding.chosen_mib(decision, decision.transient_bytes), *self.waiting.of_outputs(decision)]
         changing = self.changes.backward(decision)
         opened = self.changes.buckets.opened(decision.region_class, decision.group.index)
         moments = [running]
@@ -198,18 +195,6 @@ class _Builder:
         if opened:
             moments.append([*self.sharding.chosen_mib(decision, decision.late_bytes), *opened])
         return moments
-
-    def _padding_of_gradients(self) -> dict[Decision, Terms]:
-        """Return by group what the gradients at which its backward begins hold more because they were gathered."""
-        costs = self.problem.costs
-        found: dict[Decision, Terms] = defaultdict(list)
-        for (use, native, want), column in self.sharding.flow.items():
-            if use.tensor.requires_grad and not use.source.is_param:
-                tensor, gradient = use.source.tensor, gradient_layout(native)
-                more = costs.copy_bytes(tensor, want[1], gradient) - costs.block_bytes(tensor, gradient)
-                if more > 0:
-                    found[use.source.decision].append((column, more / MIB))
-        return found
 
     def _released(self, decision: Decision) -> Terms:
         """Return the (negative) terms of what a group saved and has released once its gradients are made.
@@ -272,16 +257,6 @@ class _Builder:
                     terms.append((leaves, -size * num / owner.multiplicity))
         return terms
 
-    def _pending(self, region: int, position: int) -> Terms:
-        """Gradients that already have a part and wait for other readers' parts or for the backward of their producer."""
-        terms: Terms = []
-        for source, waits in self.waits.items():
-            num = sum(made < (region, position) < last for made, last in waits)
-            if num:
-                sizes = [num * self.problem.costs.block_bytes(source.tensor, native) for native in source.natives]
-                terms += self.sharding.chosen_mib(source.decision, sizes)
-        return terms
-
     def _param_gradients(self, region: int, position: int) -> Terms:
         """Return the terms of the gradients, at rest, that are there while the backward of a group runs.
 
@@ -298,10 +273,13 @@ class _Builder:
             if decision.tied[0].requires_grad and self.gradients_add_up_to_all:
                 num = min(decision.count, sum(place > here for place in self.gradient_places[decision]))
                 if num:
-                    terms += [
-                        (c, num * s) for c, s in self.sharding.chosen_mib(decision, self._gradient_bytes(decision))
-                    ]
+                    terms += self._at_rest(decision, num)
         return terms
+
+    def _at_rest(self, decision: Decision, num: int) -> Terms:
+        """Return the terms of `num` of a parameter's gradients at rest."""
+        sizes = self.sharding.chosen_mib(decision, self._gradient_bytes(decision))
+        return [(c, num * size) for c, size in sizes] + self.changes.buckets.padding_at_rest(decision, num)
 
     def _gradient_bytes(self, decision: Decision) -> list[int]:
         """Return the bytes of a parameter's gradient at rest under each option; in buckets it is a part of a buffer."""
@@ -344,7 +322,8 @@ class _Builder:
         """All gradients, the held outputs, the largest of the optimizer's temporaries, and states that have come back."""
         terms: Terms = []
         if self.gradients_add_up_to_all:
-            terms = self._params(lambda d, k: self._gradient_bytes(d)[k] if d.tied[0].requires_grad else 0)
+            trained = [decision for decision in self.problem.params if decision.tied[0].requires_grad]
+            terms = [term for decision in trained for term in self._at_rest(decision, decision.count)]
         for stored in self.problem.stored:
             if stored.held:
                 for native in self.sharding.yields(stored.source):
@@ -380,23 +359,6 @@ class _Builder:
             return [terms for terms in each if terms]
         counts = [decision.count for decision in self.problem.params]
         return [[(column, num * size) for num, terms in zip(counts, each) for column, size in terms]]
-
-
-def _waits(uses: Iterable[Use]) -> dict[Source, list[tuple[Place, Place]]]:
-    """Return where each instance of what a group makes was made, and where it is read last."""
-    last: dict[Source, dict[int, Place]] = defaultdict(dict)
-    for use in uses:
-        if not use.source.is_param and use.tensor.requires_grad:
-            position = max(demand.position for demand in use.demands)
-            for made, read in use.reaches():
-                own = last[use.source]
-                own[made] = max(own.get(made, (-1, -1)), (read, position))
-    return {source: [((made, _position(source)), end) for made, end in own.items()] for source, own in last.items()}
-
-
-def _position(source: Source) -> int:
-    assert source.decision.group is not None
-    return source.decision.group.index
 
 
 def _row_name(phase: str, decision: Decision, member: int) -> str:

@@ -17,12 +17,14 @@ for, not with the whole instance,
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ...program.blocks import RegionClass
-from ..problem.problem import Decision, Problem, Stored, Use, Want
+from ...program.layout import Layout
+from ..problem.problem import Decision, Problem, Source, Stored, Use, Want
 from .milp import MIB, Model, Terms
 from .recompute import Recompute
 from .sharding import Sharding, has_one_want, wants_of
@@ -84,8 +86,9 @@ class _Builder:
             chosen = self.sharding.choice[source.decision]
             needs.append([(column, sizes[native]) for column, native in zip(chosen, source.natives)])
         for use in stored.uses:
+            held = _memory_of_views(sizes, source, use.source)
             served = [
-                (column, self._mib(use.source.tensor, native))
+                (column, held[native])
                 for native, want, column in self.flows[use]
                 if want[0] == native and _is_saved(use, want)
             ]
@@ -164,6 +167,14 @@ class _Builder:
 
     def _mib(self, tensor, layout: tuple[int, ...]) -> float:
         return self.problem.costs.block_bytes(tensor, layout) / MIB
+
+
+def _memory_of_views(sizes: Mapping[Layout, float], source: Source, view: Source) -> dict[Layout, float]:
+    """Return, by the layout of a view of `source`, the MiB of the memory behind it, which it keeps whole."""
+    found: dict[Layout, float] = {}
+    for root, native in zip(source.natives, view.natives):
+        found[native] = min(sizes[root], found.get(native, math.inf))
+    return found
 
 
 def _is_saved(use: Use, want: tuple) -> bool:
