@@ -28,7 +28,7 @@ from functools import cached_property
 from ...program.blocks import RegionClass
 from ...program.layout import Layout
 from ...rank.travel import Travel, held_share, issued_step, regions_ahead
-from ..problem.problem import Decision, Problem, Use, Want
+from ..problem.problem import Decision, Problem, Source, Use, Want
 from .joined import travel_of
 from .milp import MIB, Model, Terms
 from .recompute import Recompute
@@ -58,7 +58,7 @@ class _Part:
     @cached_property
     def last_place(self) -> Place:
         """Return the region, and the group in it, where the backward makes the gradient first."""
-        return max(self.use.region_class.members[member].index for member in self.use.members), self.position
+        return _last_region(self.use), self.position
 
 
 class BucketMemory:
@@ -83,6 +83,10 @@ class BucketMemory:
         if not sharding.joined.in_buckets:
             return
         self._num_uses = Counter(use.source for use in problem.uses)
+        self._first_given: dict[Source, int] = defaultdict(int)
+        """The region whose backward is the first to give a parameter's gradient."""
+        for use in problem.uses:
+            self._first_given[use.source] = max(self._first_given[use.source], _last_region(use))
         for (use, native, want), column in sharding.flow.items():
             if use.source.is_param:
                 self._add(use, native, want, column)
@@ -100,7 +104,9 @@ class BucketMemory:
         if native != want[0]:
             self._gathers[use.region_class].append(self._gathered(use, native, want, column))
         if use.tensor.requires_grad:
-            rest = self.problem.costs.local_bytes(use.source.tensor, native) if has_one_want(use) else 0
+            # where another reader has given a part of the gradient before, something is at rest already
+            brings = has_one_want(use) and _last_region(use) == self._first_given[use.source]
+            rest = self.problem.costs.local_bytes(use.source.tensor, native) if brings else 0
             self._add_back(use, native, want, column, rest / MIB)
 
     def _gathered(self, use: Use, native: Layout, want: Want, column: int, count: int = 1) -> _Part:
@@ -271,6 +277,10 @@ class BucketMemory:
             if num and part.is_small:
                 terms.append((part.column, num * part.mib * self._share))
         return terms
+
+
+def _last_region(use: Use) -> int:
+    return max(use.region_class.members[member].index for member in use.members)
 
 
 def _whole(parts: list[_Part]) -> Terms:
