@@ -122,7 +122,8 @@ class BucketMemory:
             more_mib = self._padding_mib(use, native) if rest_mib else 0.0
             flight_mib = self._flight_mib(use, native, travel)
             self._alone[use.region_class].append(_Part(use, column, flight_mib, rest_mib + more_mib))
-            self._padding[use.source.decision].append((column, more_mib))
+            if more_mib:
+                self._padding[use.source.decision].append((column, more_mib))
             return
         part = _Part(use, column, travel.num_bytes / MIB, rest_mib, not travel.fills_buffer)
         if part.is_small:
@@ -152,7 +153,7 @@ class BucketMemory:
 
     def padding_at_rest(self, decision: Decision, num: int) -> Terms:
         """Return the terms of what `num` gradients of a parameter at rest hold beyond their elements."""
-        return [(column, num * size) for column, size in self._padding[decision] if size]
+        return [(column, num * size) for column, size in self._padding[decision]]
 
     def carries(self, column: int) -> bool:
         """Tell whether the gradient of a reshard shares a buffer with others."""

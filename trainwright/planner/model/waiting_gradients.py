@@ -90,8 +90,8 @@ class WaitingGradients:
     def _padding(self, source: Source) -> Terms:
         costs, tensor = self.problem.costs, source.tensor
         terms: Terms = []
-        for use in self.uses:
-            for native, want, column in self.flows[use] if use.source is source else ():
+        for use in (use for use in self.uses if use.source is source):
+            for native, want, column in self.flows[use]:
                 gradient = gradient_layout(native)
                 more = costs.copy_bytes(tensor, want[1], gradient) - costs.block_bytes(tensor, gradient)
                 if more > 0:
