@@ -297,7 +297,7 @@ class Relaxation:
             highs.setBasis(basis)
         highs.setOptionValue("objective_bound", self._scale * cutoff)
         deadline = Deadline() if deadline is None else deadline
-        most = time_limit_s / self._pivot_s
+        most = max(0.0, time_limit_s) / self._pivot_s
         highs.setOptionValue("simplex_iteration_limit", int(min(most, _MOST_PIVOTS)) + 1)
         highs.setOptionValue("time_limit", highs.getRunTime() + deadline.wall_s)
         highs.run()

@@ -179,7 +179,7 @@ class _Builder:
         more = {native: size - least for native, size in sizes.items() if size > least}
         if not more:
             return
-        padding = self.columns.padding[use, want] = self.model.column()
+        padding = self.columns.padding[use, want] = self.model.column(use.count * max(more.values()))
         for native, size in more.items():
             flow = self.sharding.flow[use, native, want]
             terms = [(keep, size), (flow, use.count * size), (padding, -1.0)]

@@ -91,11 +91,14 @@ class Branching:
         self._push(root.objective, {}, root)
         while self._open:
             bound = self._bound()
-            if self._is_close(bound) or self._spent() > self.time_limit_s or self.deadline.has_passed:
+            if self._is_close(bound) or self._is_over:
                 break
             _, _, allowed, vertex = heapq.heappop(self._open)
             node: tuple[Allowed, Vertex] | None = (allowed, vertex)
             while node is not None:
+                if self._is_over:
+                    self._push(node[1].objective, *node)
+                    break
                 node = self._expand(*node)
                 self._look_among_mixed(root)
         bound = min(self._bound(), self.best.objective)
@@ -115,6 +118,10 @@ class Branching:
             is_proven = self.best.objective - bound <= 1.0001 * self.gap * abs(bound)
             return Outcome.OPTIMAL if is_proven else Outcome.FEASIBLE
         return Outcome.INFEASIBLE if math.isinf(bound) else Outcome.STOPPED
+
+    @property
+    def _is_over(self) -> bool:
+        return self._spent() > self.time_limit_s or self.deadline.has_passed
 
     def _spent(self) -> float:
         return self.deadline.work_s - self._began_s

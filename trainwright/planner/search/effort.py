@@ -88,8 +88,6 @@ class Effort:
     """What is kept is chosen anew for one sharding so often."""
     bisects_known: bool = False
     """True where refits of a known sharding go back up between two row budgets; those of a proposed one do in a small model."""
-    begins_wide: bool = False
-    """True where the rows begin with all that they count too much, which lets more in, and more that does not fit."""
     simulates_below: float = math.inf
     """The plan that keeps everything is simulated before the search if its peak by the rows is below this many times the budget."""
     tries_below: float = 1.1
@@ -112,7 +110,7 @@ class Effort:
         """Return the thresholds for the size of a problem."""
         fields: dict[str, object] = {}
         if problem.is_quick:
-            fields |= dict.fromkeys(("bisects_known", "begins_wide", "is_wide"), True)
+            fields |= dict.fromkeys(("bisects_known", "is_wide"), True)
         if problem.is_long:
             fields |= {"simulates_below": cls.tries_below}
         if is_large(problem):

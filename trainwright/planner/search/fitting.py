@@ -213,12 +213,12 @@ class Fitting:
         return least
 
     def _may_hold_less(self, least: Least) -> bool:
-        """Return true where the smallest plan misses the budget by little, and the rows count too much of it.
+        """Return true where the smallest plan misses the budget by less than the rows count too much of it.
 
         A plan that is a little larger by the rows may then be smaller by the simulation.
         """
         peak_bytes = least.answer.simulation.peak_bytes
-        return peak_bytes <= self.effort.tries_below * self.budget and least.rows_peak > (1 + NEAR) * peak_bytes
+        return peak_bytes - self.budget < least.rows_peak - peak_bytes
 
     def _smallest_that_fits(self) -> Answer | Infeasible:
         least = self._find_least()

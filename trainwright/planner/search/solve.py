@@ -20,6 +20,7 @@ from ...tiers import Policy
 from ..model.deadline import Deadline
 from ..model.decode import Choice, decisions_from, read_choice
 from ..model.hidden import hide
+from ..model.implied import bound_columns
 from ..model.memory import Memory, add_memory, set_budget
 from ..model.milp import MIB, Model, Solution
 from ..model.offload import add_offload
@@ -179,6 +180,7 @@ class Solver:
             model = Model()
             self._plain = (model, add_sharding(model, self.problem, self.travel))
             hide(model, self.problem, self._plain[1], delta=self.delta)
+            bound_columns(model)
         return self._plain
 
     def without_memory(self, settings: Settings) -> Solution:
@@ -214,6 +216,7 @@ class Solver:
             hide(model, self.problem, sharding, recompute, self.delta)
             add_offload(model, self.problem, sharding, recompute)
             memory = add_memory(model, self.problem, sharding, recompute, math.inf)
+            bound_columns(model)
             self._full = (model, sharding, recompute, memory)
         return self._full
 
@@ -244,13 +247,9 @@ class Solver:
         return budget + max(0.0, self._rows_peak(choice) - kept.peak_bytes)
 
     def _first_aim(self, rows_peak: float, kept: Answer, budget: float) -> float:
-        """Return the rows' budget to begin with: too large by the share that they count too much of what keeps everything.
-
-        By all of that where simulations take little, which will often be too much, and lets more in.
-        """
+        """Return the rows' budget to begin with: too large by the share that they count too much of what keeps everything."""
         too_much = max(0.0, rows_peak - kept.simulation.peak_bytes)
-        share = 1.0 if self.effort.begins_wide else min(1.0, budget / kept.simulation.peak_bytes)
-        return budget + too_much * share
+        return budget + too_much * min(1.0, budget / kept.simulation.peak_bytes)
 
     def within(
         self, settings: Settings, budget: float, aim: float | None = None, wider: Callable[[], float] | None = None
@@ -391,6 +390,7 @@ class Solver:
                 for option, column in enumerate(sharding.choice[decision])
             ]
             hide(model, self.problem, sharding, delta=self.delta)
+            bound_columns(model)
             self._rest = model, sharding, model.row("parameters at rest", terms)
         return self._rest
 
