@@ -97,6 +97,7 @@ def test_attention_split_along_queries_saves_all_keys_and_values():
         ("bert-tiny", "8xa100", 0.03),  # readers of one copy add up their gradients there, whole
         ("gpt2-tiny", "8xa100", 0.01),
         ("gpt2-tiny", "2x2xh100", 0.015),  # q, k and v are views; gradients come to rest as blocks of their own
+        ("llama-tiny", "2x2xh100", 0.01),  # a group whose ops are apart: silu(gate) · up
         ("vit-tiny", "2x2xh100", 0.015),  # gradients that are reduced by themselves, in several steps, are on their way
     ],
 )

@@ -53,6 +53,11 @@ class Group:
         """The op that the group is named after: the heavy one, else the first."""
         return next((op for op in self.ops if op.kind == "heavy"), self.ops[0])
 
+    def moment(self, op: Op, groups: Sequence[Group]) -> float:
+        """Return when, among the groups of its region, an op of this group runs: before those which begin behind it."""
+        behind = [g.index for g in groups if g.index < self.index and g.ops[0].position > op.position]
+        return min(behind) - 0.5 if behind else self.index
+
     @property
     def may_rerun(self) -> bool:
         """Whether its backward may be given what a rerun makes: none has an effect, or reads what is written later."""
@@ -192,10 +197,24 @@ def build_groups(region: Region) -> list[Group]:
         for later in range(len(ops)):
             if index in before[later]:
                 before[later] |= before[index]
+    ops.sort(key=_place)
     groups = [Group(index, members) for index, members in enumerate(ops)]
     for group in groups:
         _find_loops(group)
     return groups
+
+
+def _place(ops: Sequence[Op]) -> int:
+    """Return the position at which a group stands among the others: that of its last op before anything else reads from it.
+
+    Its ops may be apart: of silu(gate(x)) · up(x) the first runs before `up`, and the second behind it.
+    """
+    inside = set(ops)
+    readers = [
+        c.position for op in ops for t in op.outputs for c in t.consumers if c.region is op.region and c not in inside
+    ]
+    first = min(readers, default=ops[-1].position + 1)
+    return max(op.position for op in ops if op.position < first)
 
 
 def _join(op: Op, sources: set[int], member: dict[Op, int], ops: list[list[Op]], before: list[set[int]]) -> int | None:

@@ -76,7 +76,7 @@ def set_budget(model: Model, memory: Memory, budget_bytes: float) -> None:
 class _Builder:
     def __init__(self, model: Model, problem: Problem, sharding: Sharding, recompute: Recompute) -> None:
         self.model, self.problem, self.sharding, self.recompute = model, problem, sharding, recompute
-        self.passed: dict[tuple[RegionClass, int], Terms] = defaultdict(list)
+        self.passed: dict[tuple[RegionClass, float], Terms] = defaultdict(list)
         """MiB of what other regions or the caller read too, by class and the position whose backward uses it last."""
         self.kept: dict[RegionClass, int] = {}
         """MiB kept by all instances of a class."""
@@ -108,7 +108,7 @@ class _Builder:
                     self._hold(memory, [(static, 1.0), *terms, *held], _row_name("backward", decision, member))
         forward = ForwardMemory(self.model, self.problem, self.sharding, self.recompute, self.changes)
         for decision, terms in forward.rows():
-            self._hold(memory, [(static, 1.0), *terms], _row_name("forward", decision, -1))
+            self._hold(memory, [(static, 1.0), *terms, *self._constants((-1, -1))], _row_name("forward", decision, -1))
         self._hold(memory, [(static, 1.0), *self._update_terms()], "at the optimizer's step")
         return memory
 
@@ -175,7 +175,19 @@ class _Builder:
         terms += self.changes.buckets.backward(region_class, region, position)
         terms += self.recompute.on_the_way(region_class)
         terms += self._fetched(region_class, region, position)
+        terms += self._constants((region, position))
         return terms
+
+    def _constants(self, place: Place) -> Terms:
+        """Return the term of the constants that the backward of a group, or of what stands before it, needs."""
+        num_bytes = sum(
+            constant.num_bytes for constant in self.problem.constants if constant.last <= place or place < (0, 0)
+        )
+        return [(self._one, num_bytes / MIB)] if num_bytes else []
+
+    @cached_property
+    def _one(self) -> int:
+        return self.model.column(lower=1.0, upper=1.0)
 
     def _momentary(self, decision: Decision) -> list[Terms]:
         """Return what a group's backward holds: while its kernels run, and while the gradients that they made change layout.

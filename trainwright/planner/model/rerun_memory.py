@@ -2,7 +2,8 @@
 
     running       Σ r / M · (scratch, and what a group reads or makes there and no backward needs), and what one collective gathered
                   again and waits to be copied out
-    converting    Σ C / M · (the most that the change of layout holds, its result included, and its operand if nothing keeps it)
+    converting    Σ C / M · (the most that the change of layout holds, its result included, and its operand if nothing keeps it),
+                  and what one collective gathered again too
 
 Each stands beside the gradients at which the backward of the region's last group begins.
 """
@@ -38,7 +39,11 @@ class RerunMemory:
         """Return what each of a region's reruns holds; `decisions` are the region's groups in order."""
         given = self.sharding.chosen_mib(decisions[-1], decisions[-1].given_bytes)
         assert decisions[-1].region_class is not None
-        moments = [*map(self._running, decisions), *self._converts[decisions[-1].region_class].values()]
+        region_class = decisions[-1].region_class
+        moments = [*map(self._running, decisions)]
+        for use, terms in self._converts[region_class].items():
+            first = min(demand.position for demand in use.demands)
+            moments.append([*terms, *self.buckets.rerun(region_class, first)])
         return [[*given, *terms] for terms in moments if terms]
 
     def _running(self, decision: Decision) -> Terms:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from ...program.blocks import RegionClass
 from ...program.layout import Layout
-from ..problem.problem import Decision, Problem, Source, Stored, Use, Want
+from ..problem.problem import Decision, Problem, Source, Stored, Use
 from .milp import MIB, Model, Terms
 from .recompute import Recompute
 from .sharding import Sharding, has_one_want, wants_of
@@ -37,9 +37,9 @@ class Item:
     region_class: RegionClass
     members: frozenset[int]
     """The instances that have it."""
-    position: int
-    """The group whose backward uses it last."""
-    first: int
+    position: float
+    """The group whose backward uses it last, or between which it is."""
+    first: float
     """The group whose backward uses it first."""
     kept: int
     held: int
@@ -81,10 +81,9 @@ class _Builder:
         source = stored.source
         sizes = {native: self._mib(source.tensor, native) for native in self.sharding.yields(source)}
         kept = [(self.recompute.keep[stored, native], size) for native, size in sizes.items()]
-        needs: list[Terms] = []
-        if stored.own_saved:
-            chosen = self.sharding.choice[source.decision]
-            needs.append([(column, sizes[native]) for column, native in zip(chosen, source.natives)])
+        chosen = self.sharding.choice[source.decision]
+        instance = [(column, sizes[native]) for column, native in zip(chosen, source.natives)]
+        needs: list[Terms] = [instance] if stored.own_saved else []
         for use in stored.uses:
             held = _memory_of_views(sizes, source, use.source)
             served = [
@@ -95,16 +94,17 @@ class _Builder:
             # Of one use with one want, one flow is 1; of several wants, each is a need of its own.
             needs += [served] if has_one_want(use) else [[term] for term in served]
         positions = (stored.position, stored.first_position)
-        most = max(sizes.values())
-        return self._item(source.decision, range(source.decision.count), positions, kept, needs, most)
+        return self._item(source.decision, range(source.decision.count), positions, kept, needs, instance)
 
     def _inner(self, decision: Decision) -> Item:
         assert decision.group is not None
         sizes = [size / MIB for size in decision.inner_bytes]
         columns = [self.recompute.keep_inner[decision, option] for option in range(len(sizes))]
         kept = list(zip(columns, sizes))
-        needs = [list(zip(self.sharding.choice[decision], sizes))]
-        return self._item(decision, range(decision.count), (decision.group.index,) * 2, kept, needs, max(sizes))
+        needs = list(zip(self.sharding.choice[decision], sizes))
+        return self._item(
+            decision, range(decision.count), (decision.inner_until, decision.group.index), kept, [needs], needs
+        )
 
     def _copies(self, use: Use) -> Item:
         """The converted copies of a use; wants that differ share no memory, so they add up."""
@@ -113,35 +113,36 @@ class _Builder:
         kept = [(recompute.keep_copy[key], recompute.copy_mib[key]) for key in keys]
         padding = [(recompute.padding[key], 1.0) for key in keys if key in recompute.padding]
         needs: Terms = []
-        most: dict[Want, float] = defaultdict(float)
         for native, want, column in self.flows[use]:
             if want[0] != native and _is_saved(use, want):
                 size = self.problem.costs.copy_bytes(use.source.tensor, native, want[0]) / MIB
                 needs.append((column, size))
-                most[want] = max(most[want], size)
-        readers = [demand.position for demand in use.demands if any(demand.saves)]
-        positions = (min(readers, default=0), max(readers, default=0))
-        return self._item(use, use.members, positions, kept, [needs], sum(most.values()), padding)
+        readers = [demand for demand in use.demands if any(demand.saves)]
+        positions = (
+            min((demand.until for demand in readers), default=0), max((demand.position for demand in readers), default=0)
+        )  # fmt: skip
+        return self._item(use, use.members, positions, kept, [needs], needs, padding)
 
     def _item(
         self,
         owner: Decision | Use,
         members: Iterable[int],
-        positions: tuple[int, int],
+        positions: tuple[float, float],
         kept: Terms,
         needs: list[Terms],
-        most: float,
+        instance: Terms,
         padding: Terms | None = None,
     ) -> Item:
-        """Add the columns of one piece; `most`: the MiB of one instance under any options; `padding`: what kept ones hold more."""
+        """Add the columns of one piece; `instance`: the MiB of one instance; `padding`: what kept ones hold more."""
         assert owner.region_class is not None
         here, leaving = self._here(kept, owner.count)
-        # rows subtract `present` where it is released, so it must not be more than one instance takes
-        kept_column, present = self.model.column(), self.model.column(most)
+        kept_column, present = self.model.column(), self.model.column()
         self.model.row("sums of bytes", [*here, *(padding or []), (kept_column, -1.0)], 0.0, 0.0)
         for terms in needs:
             if terms:
                 self.model.row("sums of bytes", [*terms, (present, -1.0)], upper=0.0)
+        # rows subtract `present` where it is released, so it must not be more than one instance takes
+        self.model.row("sums of bytes", [*instance, (present, -1.0)], lower=0.0)
         held = self._at_least(kept_column, present)
         waiting, held_waiting = present, held
         if leaving:

@@ -16,7 +16,7 @@ from ...program.sampling import SampledSplit, can_sample
 from ...program.transition import gradient_layout, transition
 from ...rank.late_loss import comes_late
 from ..costs.costs import LEAST_SHARE, CostModel, OptimizerCost
-from .problem import Decision, Demand, Problem, Source, Stored, Use, Want
+from .problem import Decision, Demand, Problem, SavedConstant, Source, Stored, Use, Want
 from .strategies import batch_factor, group_options, param_options
 
 
@@ -61,8 +61,9 @@ class _Builder:
         buffers = sum(tensor.num_bytes for tensor in self.program.tensors if tensor.role == "buffer")
         static = buffers + self.optimizer.once_bytes()
         return Problem(
-            self.program, self.costs, self.optimizer, self.samples, groups, params, self.uses, stored, static
-        )
+            self.program, self.costs, self.optimizer, self.samples, groups, params, self.uses, stored, static,
+            self._saved_constants(groups),
+        )  # fmt: skip
 
     # Decisions
 
@@ -173,6 +174,21 @@ class _Builder:
             self.saved[region_class] = {records.root(tensor) for tensor in saved}
         return self.saved[region_class]
 
+    def _inner_until(self, decision: Decision, inner: set[Tensor]) -> float:
+        """Return until when, among the groups of the region, backwards need what the group saves and nobody outside reads."""
+        group, region_class = decision.group, decision.region_class
+        assert group is not None
+        assert region_class is not None
+        own = (
+            group.moment(op, region_class.groups)
+            for op in group.ops
+            if self.costs.records[op].internals
+            or any(
+                t.producer in group.ops and _root(group, t, self.costs) in inner for t in _saved_by([op], self.costs)
+            )
+        )
+        return min(own, default=group.index)
+
     def _add_inner_bytes(self, decision: Decision) -> None:
         group = decision.group
         assert group is not None
@@ -180,6 +196,7 @@ class _Builder:
         read_outside = {_root(group, tensor, self.costs) for tensor in group.outputs()}
         inner = [root for root in saved if root not in read_outside and not self._is_output(root)]
         decision.inner_tensors = inner
+        decision.inner_until = self._inner_until(decision, set(inner))
         for split in decision.options:
             total = 0
             for tensor in inner:
@@ -261,7 +278,8 @@ class _Builder:
                     wants.append(frozenset(want for want, _, _ in found))
                     saved = [want for want, op, place in found if place in self.costs.saved_inputs(group, op, split)]
                     saves.append(frozenset(saved))
-                table.setdefault(tensor, []).append(Demand(decision, group.index, wants, saves))
+                until = min(group.moment(op, region_class.groups) for op, _ in readers)
+                table.setdefault(tensor, []).append(Demand(decision, group.index, until, wants, saves))
         return table
 
     def _want(self, group: Group, op, place: int, split: tuple[int, ...]) -> Want:
@@ -304,6 +322,23 @@ class _Builder:
                 found.setdefault(root, Stored(self.sources[root], False, False)).uses.append(use)
         return list(found.values())
 
+    def _saved_constants(self, groups: Sequence[Decision]) -> list[SavedConstant]:
+        """Return the memory of the constants that backwards need, such as masks and indices, which no decision is about."""
+        last: dict[Tensor, tuple[int, float]] = {}
+        for decision in groups:
+            group, region_class = decision.group, decision.region_class
+            assert group is not None
+            assert region_class is not None
+            for op in group.ops:
+                until = group.moment(op, region_class.groups)
+                for tensor in filter(_is_constant, _saved_by([op], self.costs)):
+                    for member, own in zip(region_class.members, self._members_tensors(region_class, tensor)):
+                        made, here = _behind_views(own), (member.index, until)
+                        if _is_constant(made):
+                            last[made] = min(last.get(made, here), here)
+        whole = (REPLICATE,) * len(self.costs.mesh)
+        return [SavedConstant(self.costs.block_bytes(tensor, whole), place) for tensor, place in last.items()]
+
     def _add_rerun_s(self, groups: Sequence[Decision], kept: set[Tensor]) -> None:
         """Add the seconds of rerunning each group; the tensors of `kept` are never rematerialised."""
         for decision in groups:
@@ -335,9 +370,19 @@ def _behind_gradients(group: Group) -> Sequence[Op]:
 
 def _is_free(tensor: Tensor) -> bool:
     """Return True for batch entries, buffers and constants, which every rank can slice from its whole copy."""
-    if tensor.role == "op":
-        return tensor.producer is not None and tensor.producer.constant
-    return tensor.role != "param"
+    return _is_constant(tensor) if tensor.role == "op" else tensor.role != "param"
+
+
+def _is_constant(tensor: Tensor) -> bool:
+    """Return True for what ops make of nothing that is trained, on every rank."""
+    return tensor.role == "op" and tensor.producer is not None and tensor.producer.constant
+
+
+def _behind_views(tensor: Tensor) -> Tensor:
+    """Return the tensor whose memory a constant shares."""
+    while tensor.producer is not None and tensor.producer.kind == "view" and tensor.producer.inputs:
+        tensor = tensor.producer.inputs[0]
+    return tensor
 
 
 def _root(group: Group, tensor: Tensor, costs: CostModel) -> Tensor:

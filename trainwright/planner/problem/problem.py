@@ -50,6 +50,8 @@ class Decision:
     """The bytes that the group saves and nobody outside reads: activations between its ops, statistics, masks."""
     inner_tensors: list[Tensor] = field(default_factory=list)
     """The activations that `inner_bytes` counts."""
+    inner_until: float = 0.0
+    """Until when, among the groups, backwards need them: that of the first op that saves any may come after other groups'."""
     transient_bytes: list[int] = field(default_factory=list)
     """The peak bytes that one op's backward holds temporarily, incoming gradients included."""
     made_bytes: list[int] = field(default_factory=list)
@@ -97,6 +99,8 @@ class Demand:
 
     decision: Decision
     position: int
+    until: float
+    """Until when, among the groups, backwards need it: that of the first op of the group that reads it may come later."""
     wants: list[frozenset[Want]]
     saves: list[frozenset[Want]]
 
@@ -151,20 +155,29 @@ class Stored:
         return any(not use.inside for use in self.uses)
 
     @property
-    def position(self) -> int:
-        """Return the index of the group whose backward is the last in the region to need it as it was made."""
+    def position(self) -> float:
+        """Return until when, among the groups of the region, backwards need it as it was made."""
         assert self.source.decision.group is not None
         own = self.source.decision.group.index
-        readers = [d.position for use in self.uses if use.inside for d in use.demands if any(d.saves)]
+        readers = [d.until for use in self.uses if use.inside for d in use.demands if any(d.saves)]
         return own if self.own_saved or self.held else min(readers, default=own)
 
     @property
-    def first_position(self) -> int:
+    def first_position(self) -> float:
         """Return the index of the group whose backward is the first in the region to need it as it was made."""
         assert self.source.decision.group is not None
         own = [self.source.decision.group.index] if self.own_saved else []
         readers = [d.position for use in self.uses if use.inside for d in use.demands if any(d.saves)]
         return max([*own, *readers], default=self.position)
+
+
+@dataclass(frozen=True)
+class SavedConstant:
+    """The memory of a tensor that depends on no parameter and that a backward needs: each rank has all of it, in any plan."""
+
+    num_bytes: int
+    last: tuple[int, float]
+    """The region, in the order of the forward, and until when among its groups a backward needs it."""
 
 
 FEW_OPS, MANY_OPS = 200, 400
@@ -185,6 +198,7 @@ class Problem:
     stored: list[Stored]
     static_bytes: int
     """The bytes that no decision changes: buffers, whole on every rank, and what the optimizer keeps once."""
+    constants: list[SavedConstant] = field(default_factory=list)
 
     @property
     def decisions(self) -> list[Decision]:

@@ -1,0 +1,48 @@
+"""Groups stand in the order in which they run, and know when each of their ops runs among the others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.builders import tiny_program
+from trainwright.capture.export import capture
+from trainwright.program.program import build_program
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(4, 6), nn.Linear(4, 6), nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+def test_a_group_whose_ops_are_apart_stands_where_the_last_of_them_is() -> None:
+    """silu(gate) · up: the product runs behind `up`, so its backward comes first, and that of silu behind that of `up`."""
+    program = build_program(capture(Gated(), (torch.ones(2, 4),), lambda out, _: out.square().mean()))
+    groups = program.regions[0].region_class.groups
+    product = next(group for group in groups if any(op.name == "silu" for op in group.ops))
+    gate, up = (next(group for group in groups if group.key.startswith(name)) for name in ("gate", "up"))
+    assert gate.index < up.index < product.index
+    moments = {op.name: product.moment(op, groups) for op in product.ops}
+    assert moments["mul"] == product.index
+    assert gate.index < moments["silu"] < up.index
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt2-tiny", "llama-tiny", "bert-tiny", "t5-tiny", "mixtral-tiny", "vit-tiny", "resnet-tiny"]
+)
+def test_no_group_stands_before_one_that_it_reads_from(name: str) -> None:
+    for region_class in tiny_program(name).classes:
+        made_in = {op: group.index for group in region_class.groups for op in group.ops}
+        for group in region_class.groups:
+            for op in group.ops:
+                assert all(made_in[t.producer] <= group.index for t in op.inputs if t.producer in made_in)
+                assert all(
+                    made_in[t.producer] <= group.moment(op, region_class.groups) or made_in[t.producer] == group.index
+                    for t in op.inputs
+                    if t.producer in made_in
+                )
