@@ -108,7 +108,7 @@ class _Builder:
                     self._hold(memory, [(static, 1.0), *terms, *held], _row_name("backward", decision, member))
         forward = ForwardMemory(self.model, self.problem, self.sharding, self.recompute, self.changes)
         for decision, terms in forward.rows():
-            self._hold(memory, [(static, 1.0), *terms, *self._constants((-1, -1))], _row_name("forward", decision, -1))
+            self._hold(memory, [(static, 1.0), *terms, *self._constants()], _row_name("forward", decision, -1))
         self._hold(memory, [(static, 1.0), *self._update_terms()], "at the optimizer's step")
         return memory
 
@@ -178,12 +178,10 @@ class _Builder:
         terms += self._constants((region, position))
         return terms
 
-    def _constants(self, place: Place) -> Terms:
-        """Return the term of the constants that the backward of a group, or of what stands before it, needs."""
-        num_bytes = sum(
-            constant.num_bytes for constant in self.problem.constants if constant.last <= place or place < (0, 0)
-        )
-        return [(self._one, num_bytes / MIB)] if num_bytes else []
+    def _constants(self, place: Place | None = None) -> Terms:
+        """Return the term of the constants that are there in the forward, or while the backward of a group at `place` runs."""
+        kept = [constant for constant in self.problem.constants if place is None or constant.last <= place]
+        return [(self._one, sum(constant.num_bytes for constant in kept) / MIB)] if kept else []
 
     @cached_property
     def _one(self) -> int:
