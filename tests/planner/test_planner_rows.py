@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.builders import blocks_program, task, tiny_program
 from trainwright.hardware import resolve
 from trainwright.planner.costs.costs import CostModel
+from trainwright.planner.model.decode import read_choice
 from trainwright.planner.model.memory import set_budget
 from trainwright.planner.model.sharding import has_one_want, wants_of
 from trainwright.planner.search.solve import Least
@@ -130,3 +131,15 @@ def test_no_memory_is_free_by_a_copy_that_nobody_reads(name: str, way: str) -> N
                 found.values[column] for key, column in sharding.flow.items() if (key[0], key[2]) == (use, want)
             )
             assert served <= sum(found.values[sharding.wanting(use.demands[0], want)]) + 1e-6
+
+
+@pytest.mark.parametrize("hardware", ["cpu:2", "2xh100"])
+@pytest.mark.parametrize("name", ["gpt2-tiny", "llama-tiny", "t5-tiny"])
+def test_of_a_plan_that_keeps_everything_the_rows_count_what_the_simulation_holds(name: str, hardware: str) -> None:
+    """Of T5 that includes constants, which no decision is about: the indices of its relative positions, and masks."""
+    (place,) = task(tiny_program(name), hardware, mesh=(2,)).places
+    solver = place.solver.travelling("none")
+    fastest = solver.without_memory(place.settings("joint"))
+    choice = read_choice(fastest.values, solver.plain()[1], None)
+    kept = solver.answer(fastest, 0.0, choice, "none")
+    assert solver._rows_peak(choice) == pytest.approx(kept.simulation.peak_bytes, rel=0.0015)
