@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FrameType
 
 LEAST_S = 0.5
@@ -54,7 +54,6 @@ class _Question:
     """The moment of the wall clock past which the incumbent is taken."""
     work_s: float = 0.0
     is_interrupted: bool = False
-    pace: Pace = field(default_factory=Pace)
 
 
 class Deadline:
@@ -64,22 +63,21 @@ class Deadline:
     >>> deadline.count(4.0)
     >>> deadline.limited(60), deadline.part(3).limited(60), Deadline().limited(60), Deadline(0).limited(60)
     (6.0, 3.0, 60, 0.5)
+    >>> deadline.part(3).pace is deadline.pace, deadline.afresh().pace is deadline.pace
+    (True, False)
     """
 
     def __init__(self, seconds: float = math.inf) -> None:
         self.seconds, self._began = seconds, time.perf_counter()
         self._question = _Question(self._began + seconds)
         self._until_s = seconds
+        self.pace = Pace()
+        """The pace of branch and bound, by the solves before."""
 
     @property
     def work_s(self) -> float:
         """Return the seconds of work that were counted since the question began."""
         return self._question.work_s
-
-    @property
-    def pace(self) -> Pace:
-        """Return the pace of branch and bound in this question."""
-        return self._question.pace
 
     def count(self, seconds: float) -> None:
         """Count work that was done."""
@@ -133,7 +131,13 @@ class Deadline:
         """Return the deadline of a search that may take so many seconds of the work that is left."""
         found = Deadline.__new__(Deadline)
         found.seconds, found._began, found._question = self.seconds, self._began, self._question
-        found._until_s = self.work_s + self.limited(seconds)
+        found._until_s, found.pace = self.work_s + self.limited(seconds), self.pace
+        return found
+
+    def afresh(self) -> Deadline:
+        """Return the same deadline for a solve whose end must not hang on the solves before: with a pace of its own."""
+        found = self.part(0.0)
+        found._until_s, found.pace = self._until_s, Pace()
         return found
 
     def extend(self, seconds: float) -> None:

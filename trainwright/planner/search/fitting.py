@@ -66,7 +66,8 @@ class Fitting:
             if solution.values is not None:
                 self._note(solution)
             elif search.best is not None:
-                break
+                if not search.note_nothing():
+                    break
             elif (is_slower := solution.outcome is Outcome.SLOWER) or not self.settings.seeks_least:
                 # what a larger aim let in did not fit: between the two there may be what does, and is fast enough
                 if not search.note_nothing() and not (is_slower and self._widens()):

@@ -291,6 +291,8 @@ class Solver:
         limit = min(self.effort.longest_least_s, settings.time_limit_s)
         stages = settings.stages(model, sharding, recompute, self.starts_for(settings), limit)
         stages.gap, stages.patience = self.effort.gap_of_least, self.effort.patience_for_least
+        # the smallest plan that one question names is found again by the next, whatever that solves before
+        stages.deadline = stages.deadline.afresh()
         solution = solve_in_stages(stages, self._mostly_peak(settings))
         if solution.values is None:
             return solution.outcome
