@@ -128,3 +128,11 @@ def test_bounds_of_sums_of_the_largest_and_of_the_least_of_several_lose_nothing(
     bound_columns(model)
     assert np.isfinite(model.upper).all()
     assert model.solve(relaxed=True).objective == pytest.approx(free.objective, abs=1e-6)
+
+
+def test_a_column_that_is_more_than_rows_ask_for_keeps_its_own_least() -> None:
+    model = Model()
+    part, most = model.column(2.0), model.column(lower=5.0, cost=1.0)
+    model.row("largest", [(part, 1.0), (most, -1.0)], upper=0.0)
+    bound_columns(model)
+    assert model.solve(relaxed=True).objective == pytest.approx(5.0)

@@ -40,9 +40,5 @@ def test_no_group_stands_before_one_that_it_reads_from(name: str) -> None:
         made_in = {op: group.index for group in region_class.groups for op in group.ops}
         for group in region_class.groups:
             for op in group.ops:
-                assert all(made_in[t.producer] <= group.index for t in op.inputs if t.producer in made_in)
-                assert all(
-                    made_in[t.producer] <= group.moment(op, region_class.groups) or made_in[t.producer] == group.index
-                    for t in op.inputs
-                    if t.producer in made_in
-                )
+                read = {made_in[t.producer] for t in op.inputs if t.producer in made_in} - {group.index}
+                assert all(made < group.moment(op, region_class.groups) <= group.index for made in read)

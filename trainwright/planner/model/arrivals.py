@@ -148,7 +148,7 @@ def _waits(
     model: Model, trips: Sequence[_Trip], moments: Sequence[_Moment], exchanges: Sequence[_Exchange],
     buffers: Mapping[Any, Sequence[_Trip]],
 ) -> Waits:  # fmt: skip
-    waits, one = Waits(model.column()), _one(model)
+    waits, one = Waits(model.column()), model.one()
     for link in dict.fromkeys(trip.leg.link for trip in trips):
         taken = [trip for trip in trips if trip.leg.link == link]
         keys = [key for key in dict.fromkeys(trip.key for trip in taken) if key in buffers]
@@ -178,7 +178,7 @@ def add_sum_waits(model: Model, problem: Problem, sharding: Sharding) -> Iterato
     behind = _behind(problem, sharding)
     share = last_buffer_share(sum(decision.count * max(decision.rest_bytes) for decision in problem.params))
     for trips in by_key.values():
-        waits, one = Waits(model.column()), _one(model)
+        waits, one = Waits(model.column()), model.one()
         serving = _serving(sharding, trips, one)
         together = waits.add_travelling(model, [(trip.column, share * trip.early) for trip in trips])
         for place, computed in _computed(model, waits, one, trips, *behind):
@@ -379,8 +379,3 @@ def _latencies(here: Iterable[_Trip]) -> Iterable[Terms]:
 
 def _seconds(trips: Iterable[_Trip]) -> Terms:
     return [(trip.column, trip.early) for trip in trips]
-
-
-def _one(model: Model) -> int:
-    """Return a column that is 1, for the constants of rows."""
-    return model.column(lower=1.0, upper=1.0)

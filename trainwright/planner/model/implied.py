@@ -26,8 +26,8 @@ def bound_columns(model: Model) -> None:
     """
     lower, upper = np.array(model.lower), np.array(model.upper)
     rows = _Rows(model, lower, upper)
-    waiting = [column for column in rows.of if math.isinf(lower[column]) or math.isinf(upper[column])]
-    while waiting:
+    found, waiting = True, list(rows.of)
+    while found:
         for column in waiting:
             least, most = rows.implied(column)
             if math.isinf(lower[column]):
@@ -35,9 +35,7 @@ def bound_columns(model: Model) -> None:
             if math.isinf(upper[column]):
                 upper[column] = most + _SLACK * (1 + abs(most))
         left = [column for column in waiting if math.isinf(lower[column]) or math.isinf(upper[column])]
-        if len(left) == len(waiting):
-            break
-        waiting = left
+        found, waiting = len(left) < len(waiting), left
     model.lower, model.upper = lower.tolist(), upper.tolist()
 
 
@@ -56,7 +54,7 @@ class _Rows:
 
     def implied(self, column: int) -> tuple[float, float]:
         """Return the least and the most that a column may be, as far as its rows say."""
-        least, most, asked = -math.inf, math.inf, 0.0
+        least, most, asked = -math.inf, math.inf, max(0.0, float(self.lower[column]))
         for row, place in self.of[column]:
             # the row as  low ≤ column − rest ≤ high, with rest from `rest_low` to `rest_high`
             own = self.coefficients[place]

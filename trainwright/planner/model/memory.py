@@ -185,7 +185,7 @@ class _Builder:
 
     @cached_property
     def _one(self) -> int:
-        return self.model.column(lower=1.0, upper=1.0)
+        return self.model.one()
 
     def _momentary(self, decision: Decision) -> list[Terms]:
         """Return what a group's backward holds: while its kernels run, and while the gradients that they made change layout.

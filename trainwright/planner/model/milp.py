@@ -101,6 +101,10 @@ class Model:
         self.integer.append(integer)
         return len(self.cost) - 1
 
+    def one(self) -> int:
+        """Add a column that is 1, for the constants of rows, and return its index."""
+        return self.column(lower=1.0, upper=1.0)
+
     def row(
         self, name: str, terms: Iterable[tuple[int, float]], lower: float = -INFINITY, upper: float = INFINITY
     ) -> int:

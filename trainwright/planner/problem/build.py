@@ -325,19 +325,23 @@ class _Builder:
     def _saved_constants(self, groups: Sequence[Decision]) -> list[SavedConstant]:
         """Return the memory of the constants that backwards need, such as masks and indices, which no decision is about."""
         last: dict[Tensor, tuple[int, float]] = {}
+        for tensor, place in self._saved_free(groups):
+            if _is_constant(made := _behind_views(tensor)):
+                last[made] = min(last.get(made, place), place)
+        whole = (REPLICATE,) * len(self.costs.mesh)
+        return [SavedConstant(self.costs.block_bytes(tensor, whole), place) for tensor, place in last.items()]
+
+    def _saved_free(self, groups: Sequence[Decision]) -> Iterator[tuple[Tensor, tuple[int, float]]]:
+        """Yield what backwards need and no decision is about, in each instance, with the region and until when it is needed."""
         for decision in groups:
             group, region_class = decision.group, decision.region_class
             assert group is not None
             assert region_class is not None
             for op in group.ops:
                 until = group.moment(op, region_class.groups)
-                for tensor in filter(_is_constant, _saved_by([op], self.costs)):
-                    for member, own in zip(region_class.members, self._members_tensors(region_class, tensor)):
-                        made, here = _behind_views(own), (member.index, until)
-                        if _is_constant(made):
-                            last[made] = min(last.get(made, here), here)
-        whole = (REPLICATE,) * len(self.costs.mesh)
-        return [SavedConstant(self.costs.block_bytes(tensor, whole), place) for tensor, place in last.items()]
+                for tensor in filter(_is_free, _saved_by([op], self.costs)):
+                    owns = self._members_tensors(region_class, tensor)
+                    yield from ((own, (member.index, until)) for member, own in zip(region_class.members, owns))
 
     def _add_rerun_s(self, groups: Sequence[Decision], kept: set[Tensor]) -> None:
         """Add the seconds of rerunning each group; the tensors of `kept` are never rematerialised."""

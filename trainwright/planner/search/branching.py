@@ -95,12 +95,11 @@ class Branching:
                 break
             _, _, allowed, vertex = heapq.heappop(self._open)
             node: tuple[Allowed, Vertex] | None = (allowed, vertex)
-            while node is not None:
-                if self._is_over:
-                    self._push(node[1].objective, *node)
-                    break
+            while node is not None and not self._is_over:
                 node = self._expand(*node)
                 self._look_among_mixed(root)
+            if node is not None:
+                self._push(node[1].objective, *node)
         bound = min(self._bound(), self.best.objective)
         return Solution(self._outcome(bound), self.best.values, self.best.objective, bound)
 
