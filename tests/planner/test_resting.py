@@ -19,6 +19,7 @@ from trainwright.planner.model import offload
 from trainwright.planner.model.decode import Choice, decisions_from
 from trainwright.planner.model.offload import OFFLOAD_EPSILON_S
 from trainwright.planner.plan import make_plan
+from trainwright.planner.search.solve import Least
 from trainwright.planner.task import Place
 from trainwright.program.program import build_program
 from trainwright.tiers import Policy, padded
@@ -200,6 +201,30 @@ def test_updates_hold_states_that_are_away_and_no_others(away: tuple[int, ...]) 
     assert rows.values is not None
     peak = place.simulate(decisions_from(place.problem, choice)).peak_bytes
     assert peak - 64 <= memory.peak_bytes(rows.values) <= 1.01 * peak
+
+
+def least_of(ranks: int, window_bytes: int) -> Least:
+    asked = task(program_of(3, 8), f"cpu:{ranks}", mesh=(ranks,), offload="disk")
+    asked.tier = Policy(window_bytes)
+    (place,) = asked.places
+    found = place.solver.travelling("none").least(place.settings("joint"))
+    assert isinstance(found, Least)
+    return found
+
+
+@pytest.mark.parametrize("window_bytes", [20_000, 100_000, 400_000, 2_000_000])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_updates_are_counted_in_their_layout(ranks: int, window_bytes: int) -> None:
+    """Of a plan that cuts parameters, updates hold parts, where all of them fit into the window and where they do not."""
+    least = least_of(ranks, window_bytes)
+    assert least.rows_peak == pytest.approx(least.answer.simulation.peak_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_values_that_were_read_are_counted_in_their_layout(ranks: int) -> None:
+    """With a small window everything can be cut in as many parts as there are ranks, and the smallest plan does so."""
+    whole, parts = (least_of(num, 20_000).answer.simulation.peak_bytes for num in (1, ranks))
+    assert parts < 1.05 * whole / ranks
 
 
 @pytest.mark.slow

@@ -190,7 +190,7 @@ def test_a_run_goes_on_with_what_its_plan_keeps(tmp_path: Path, tight: Plan) -> 
 def test_ranks_follow_one_plan(pool2: Pool, tmp_path: Path) -> None:
     (model, batch), seed = model_of(1), 1
     asked: dict[str, Any] = {"loss_fn": loss_fn, "hardware": "cpu:2", "tier": Policy(50_000)}
-    plan = tw.plan(model, batch, memory="125KiB", **asked)
+    plan = tw.plan(model, batch, memory="108KiB", **asked)
     assert away(plan, "param")
     assert away(plan, "state")
     assert plan.predicted.recompute_s > 0

@@ -26,7 +26,7 @@ def made_once(key: Hashable, make: Callable[[], Any]) -> Any:
     world = dist.group.WORLD
     if _world is None or _world() is not world:
         _kept.clear()
-        _world = weakref.ref(world, lambda _: _kept.clear())
+        _world = weakref.ref(world, lambda _, kept=_kept: kept.clear())  # while Python ends, globals are gone
     if key not in _kept:
         _kept[key] = make()
     return _kept[key]

@@ -2,7 +2,9 @@
 
     A[d, k] ∈ 0..M     instances of a parameter in layout k whose values rest on disks      A + R = M · x[d, k],  R stay
     S[d, k] ∈ 0..M     instances whose optimizer states do (`recompute.states`)             S + R = M · x[d, k]
-    U ∈ {0, 1}         whether any values do                                                A ≤ M · U
+    F ∈ {0, 1}         whether as much is read as may be held at once, or less
+    H ≥ 0              MiB of values that were read                     H ≥ Σ p · A − (all) · F
+                       H ≥ F · window / 2 + what a region reads         for each region: of the parameters in it, those away
     D ≤ quarter        MiB that are still there from the last update or forward, for each phase     D ≤ Σ bytes · A
 
     bytes     every row has what stays; beside it what was read (`values_held`); in the backward, updates too (`memory`)
@@ -19,12 +21,11 @@ nothing to commit: what stays is never written, and transfers are of the bytes t
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ...artifacts import Tier
-from ...program.program import Tensor
 from ...tiers import Policy
 from ..costs.resting import NUM_VERSIONS, single_region
 from ..problem.problem import Decision, Problem
@@ -90,33 +91,55 @@ class _Builder:
     # Bytes
 
     def _hold_values(self) -> None:
-        """Count what was read: half of the window and what is needed beside it, or all that rests on disks if that is less."""
+        """Count what was read: a window and what one region needs beside it, or all that rests on disks if that is less."""
+        columns, window = self.recompute, self.policy.window_bytes // 2
         sizes = {decision: max(decision.rest_bytes) for decision in self.problem.params}
-        own = {tensor: size for decision, size in sizes.items() for tensor in decision.tied}
-        single = set(single_region(self.problem.program, own))
-        beside = self._read_by_a_region({tensor: size for tensor, size in own.items() if tensor in single})
-        most = max(self.policy.window_bytes // 2, max(own.values(), default=0)) + beside
-        away = [(column, d.rest_bytes[k] / MIB) for (d, k), column in self.recompute.params.items()]
-        if sum(own.values()) <= most:
-            self.recompute.values_held = away
+        away = [(column, decision.rest_bytes[k] / MIB) for (decision, k), column in columns.params.items()]
+        all_mib = sum(decision.count * size for decision, size in sizes.items()) / MIB
+        if all_mib * MIB <= window:
+            columns.values_held = away
             return
-        uses = self.model.column(1.0, STATE_EPSILON_S, integer=True)
-        for (decision, _), column in self.recompute.params.items():
-            self.model.row(HELD, [(column, 1.0), (uses, -float(decision.count))], upper=0.0)
-        tied = [
-            (column, decision.rest_bytes[option] / MIB)
-            for (decision, option), column in self.recompute.params.items()
-            if decision.tied[0] not in single
-        ]
-        self.recompute.values_held = [(uses, most / MIB), *tied]
+        is_full = self.model.column(1.0, STATE_EPSILON_S, integer=True)
+        held = self.model.column(all_mib)
+        columns.values_held = [(held, 1.0)]
+        self.model.row(HELD, [*away, (held, -1.0), (is_full, -all_mib)], upper=0.0)
+        # values of one parameter may be more than what is read ahead
+        beyond = self.model.column(max(0, max(sizes.values()) - window) / MIB)
+        for (decision, k), column in self._chosen_away():
+            if (size := decision.rest_bytes[k] - window) > 0:
+                self.model.row(HELD, [(column, size / MIB), (beyond, -1.0)], upper=0.0)
+        for beside in self._beside():
+            most = min(
+                all_mib, self.model.upper[beyond] + sum(size * self.model.upper[column] for column, size in beside)
+            )
+            terms = [*beside, (beyond, 1.0), (held, -1.0), (is_full, window / MIB + most)]
+            self.model.row(HELD, terms, upper=most)
 
-    @staticmethod
-    def _read_by_a_region(sizes: dict[Tensor, int]) -> int:
-        """Return the most bytes that one region reads: a backward that runs all of it again has them at once."""
-        found: Counter[object] = Counter()
-        for tensor, size in sizes.items():
-            found.update({tensor.consumers[0].region if tensor.consumers else None: size})
-        return max(found.values(), default=0)
+    def _chosen_away(self) -> Iterator[tuple[tuple[Decision, int], int]]:
+        """Yield for each parameter and option a column of 0 or 1, which is 1 if the values of an instance are away."""
+        for (decision, option), column in self.recompute.params.items():
+            yield (decision, option), column if decision.count == 1 else self.sharding.choice[decision][option]
+
+    def _beside(self) -> list[Terms]:
+        """Return for each region what it needs at once: a backward that runs all of it again has all of its parameters.
+
+        Those that several regions read are there from the first of them to the last, so they count beside each.
+        """
+        single = set(single_region(self.problem.program, [t for d in self.problem.params for t in d.tied]))
+        terms: dict[Decision, Terms] = defaultdict(list)
+        for (decision, option), column in self._chosen_away():
+            terms[decision].append((column, decision.rest_bytes[option] / MIB))
+        several: Terms = []
+        for (decision, option), column in self.recompute.params.items():
+            if decision.tied[0] not in single:
+                several.append((column, decision.rest_bytes[option] / MIB))
+        read: dict[object, list[Decision]] = defaultdict(list)
+        for decision in terms:
+            for tensor in decision.tied:
+                if tensor in single:
+                    read[tensor.consumers[0].region if tensor.consumers else None].append(decision)
+        kinds = dict.fromkeys(map(tuple, read.values()))
+        return [[*several, *(term for decision in kind for term in terms[decision])] for kind in kinds or [()]]
 
     # Seconds
 
