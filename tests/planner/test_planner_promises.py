@@ -16,10 +16,12 @@ from trainwright.models import zoo
 from trainwright.planner import compare, make_plan
 from trainwright.planner.best_first import solve_on
 from trainwright.planner.budget import budget_for
+from trainwright.planner.model.outcome import Outcome
 from trainwright.planner.plan import check
 from trainwright.planner.refusals import batch_size
-from trainwright.planner.search.answer import Answer
+from trainwright.planner.search.answer import Answer, Infeasible
 from trainwright.planner.search.effort import GAP
+from trainwright.planner.search.fitting import Fitting
 from trainwright.planner.task import Place
 from trainwright.program.program import build_program
 from trainwright.reports.decisions import budget_text, least_text
@@ -82,10 +84,15 @@ def test_the_peak_alone_is_no_budget_and_what_the_report_names_is() -> None:
         check(again, program, plan.predicted.peak_bytes, **costs)
 
 
-def test_a_budget_that_was_not_tried_is_an_estimate(monkeypatch) -> None:
-    monkeypatch.setattr("trainwright.planner.refusals._ATTEMPTS", 0)
-    said = refusal_of("gpt2-tiny", 400_000)
-    assert re.search(r"at least about [\d.]+ [KM]iB is needed, .* \(an estimate\)", said)
+def test_a_budget_that_is_far_too_small_is_refused_by_a_proof(monkeypatch) -> None:
+    """What holds least is looked for at the end, for the message; where no time is left for it, the proof is what is said."""
+    said = refusal_of("gpt2-tiny", 100_000, hardware="cpu:4")
+    assert "for which there is a plan" in said
+    monkeypatch.setattr(
+        Fitting, "_seek", lambda self, _: Infeasible(Outcome.DOES_NOT_FIT, least_bytes=self._least_rows_bytes)
+    )
+    said = refusal_of("gpt2-tiny", 100_000, hardware="cpu:4")
+    assert re.search(r"more than about [\d.]+ KiB is needed \(an estimate\)", said)
 
 
 def test_a_smaller_batch_is_suggested_where_it_is_clear_what_the_batch_is() -> None:

@@ -18,7 +18,7 @@ from .forms import beginning, following
 from .incumbent import Found, Incumbent
 from .model.deadline import Deadline
 from .model.outcome import Outcome
-from .refusals import NothingFits
+from .refusals import NothingFits, sought
 from .search.answer import Answer, Infeasible
 from .task import Place, Task
 from .ways import Space, Ways
@@ -48,7 +48,7 @@ def best_first(task: Task, recipe: str) -> Found:
     _look_through(incumbent, beginning(task, recipe))
     found = incumbent.found()
     if found is None:
-        raise NothingFits(task, recipe, incumbent.failures, _tried(incumbent))
+        raise NothingFits(task, recipe, sought(incumbent.failures, task), _tried(incumbent))
     return found
 
 
@@ -59,7 +59,7 @@ def solve_on(place: Place, recipe: str, below_s: float = math.inf) -> Answer | I
     found = incumbent.found()
     if found is not None:
         return found.answer
-    return incumbent.failures[-1][1] if incumbent.failures else Infeasible(Outcome.SLOWER)
+    return sought(incumbent.failures, place.task)[-1][1] if incumbent.failures else Infeasible(Outcome.SLOWER)
 
 
 def _look_through(incumbent: Incumbent, spaces: list[Space], is_one_mesh: bool = False) -> None:

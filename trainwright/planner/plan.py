@@ -31,7 +31,7 @@ from ..program.sampling import share_of
 from ..program.stages import cut
 from ..rank.stage_actions import Schedule
 from ..tiers import Policy
-from .best_first import best_first, search
+from .best_first import search
 from .budget import budget_for
 from .compiled import check_compiled, simulated
 from .costs.costs import OptimizerCost
@@ -45,7 +45,6 @@ from .pipeline.recipes import PIPELINE_RECIPES
 from .pipeline.search import StagedAnswer
 from .problem.problem import Problem
 from .problem.recipes import RECIPES
-from .refusals import NothingFits
 from .search.effort import GAP
 from .task import Place, Task
 from .tiered import tier_plan
@@ -71,17 +70,12 @@ def make_plan(*, solver: str = "joint", **question: Any) -> Plan:
         raise UserError(
             f"the solver joint is needed to choose what rests on a tier; got {solver}, which lets nothing leave; leave --tier out"
         )
-    try:
-        found = search(task, solver)
-    except NothingFits as refused:
-        raise refused.tried(lambda again: best_first(again, solver)) from None
-    return as_plan(solver, found, time.perf_counter() - began)
+    return as_plan(solver, search(task, solver), time.perf_counter() - began)
 
 
 def compare(*, solvers: Sequence[str] | None = None, **question: Any) -> dict[str, Plan | Refusal]:
     """Return each solver's plan, or why it has none; `joint`, the last, may take an answer of the others.
 
-    The budget that a refusal names is an estimate here: to try one takes searches that only an answer for one solver is worth.
     Of these solvers `joint` alone lets anything rest on disks; where that is asked for, the others are plans without.
     """
     task = Task(**question)

@@ -1,13 +1,13 @@
-"""Explains why there is no plan: what was asked, where memory is fullest, and the ways out that were tried.
+"""Explains why there is no plan: what was asked, where memory is fullest, and the ways out.
 
-A budget is named as one that does only after a plan was found for it, by the search that asking again would make. Where none
-was found in a few attempts, the largest is named as an estimate.
+The budget that is named is that of the smallest plan found, as it was simulated. What holds least is looked for in the same way
+under every budget (`Solver.least`), so the search that asks again with that budget finds it too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ..artifacts import Refusal
@@ -16,13 +16,10 @@ from .budget import budget_for, usable_bytes
 from .costs.resting import layers_of, there_bytes
 from .costs.simulate import Simulation
 from .costs.units import shown_bytes, size_text
-from .model.deadline import Deadline
 from .model.outcome import Outcome
 from .problem.strategies import batch_factor
-from .search.solve import Infeasible
+from .search.answer import Infeasible
 from .task import Place, Task
-
-_ATTEMPTS = 4
 
 
 class NothingFits(Refusal):
@@ -30,35 +27,23 @@ class NothingFits(Refusal):
 
     def __init__(self, task: Task, solver: str, failures: Sequence[tuple[Place, Infeasible]], more: str = "") -> None:
         self.task, self.solver, self.failures, self.more = task, solver, failures, more
-        super().__init__(_text(task, solver, failures, None) + more)
+        super().__init__(_text(task, solver, failures) + more)
 
-    @property
-    def least_bytes(self) -> int | None:
-        """Return the smallest budget that the search knows of, rounded as it is shown; None if memory suffices."""
-        smallest = _smallest(self.failures)
-        if smallest is None or self.task.budget_bytes is None:
-            return None
-        least = budget_for(smallest[2].peak_bytes, self.task.divisor)
-        return shown_bytes(max(least, self.task.budget_bytes + 1))
 
-    def tried(self, search: Callable[[Task], object]) -> Refusal:
-        """Return the refusal with a budget for which `search` does find a plan, or with an estimate."""
-        budget = self.least_bytes
-        deadline = Deadline(self.task.time_limit_s)
-        for _ in range(_ATTEMPTS):
-            if budget is None:
-                return self
-            try:
-                search(replace(self.task, budget_bytes=budget, progress=None, deadline=deadline))
-            except NothingFits as again:
-                budget = again.least_bytes
-            except KeyboardInterrupt:
-                return self
-            else:
-                return Refusal(_text(self.task, self.solver, self.failures, budget) + self.more)
-            if deadline.has_passed:
-                break
-        return self
+def sought(failures: Sequence[tuple[Place, Infeasible]], task: Task) -> Sequence[tuple[Place, Infeasible]]:
+    """Return the failures with the smallest plan among them, which no search has looked for where the budget is far too small.
+
+    It is looked for in the last forms first, which hold least, and in no more than half the time of a question.
+    """
+    found, deadline = list(failures), task.deadline
+    waiting = [(index, failure.seek) for index, (_, failure) in enumerate(found) if failure.seek is not None]
+    if waiting:
+        deadline.extend(task.time_limit_s / 2)
+    for index, seek in reversed(waiting):
+        if deadline.has_passed:
+            break
+        found[index] = found[index][0], seek(deadline)
+    return found
 
 
 def _smallest(failures: Sequence[tuple[Place, Infeasible]]) -> tuple[Place, Infeasible, Simulation] | None:
@@ -69,8 +54,8 @@ def _smallest(failures: Sequence[tuple[Place, Infeasible]]) -> tuple[Place, Infe
     return min(known, key=lambda item: item[2].peak_bytes, default=None)
 
 
-def _text(task: Task, solver: str, failures: Sequence[tuple[Place, Infeasible]], tried: int | None) -> str:
-    """Return the message: where memory binds, and the ways out; `tried` is a budget for which there is a plan."""
+def _text(task: Task, solver: str, failures: Sequence[tuple[Place, Infeasible]]) -> str:
+    """Return the message: where memory binds, and the ways out."""
     budget, smallest = task.budget_bytes, _smallest(failures)
     if smallest is None and any(failure.outcome is Outcome.STOPPED for _, failure in failures):
         less = ", or try fsdp, which has less to choose" if solver == "joint" else ""
@@ -78,16 +63,18 @@ def _text(task: Task, solver: str, failures: Sequence[tuple[Place, Infeasible]],
             f"more time is needed: {solver} found no plan in {task.time_limit_s:g} s, nor a proof that there is none; "
             f"give --time-limit {max(10.0, 4 * task.time_limit_s):g}{less}"
         )
+    proven = [failure.least_bytes for _, failure in failures if failure.least_bytes]
+    if budget is not None and smallest is None and proven:
+        return (
+            f"a plan within {size_text(budget)} a device is needed; {solver} found none on {task.cluster.name}; "
+            f"more than about {size_text(math.floor(min(proven)))} is needed (an estimate)"
+        )
     if budget is None or smallest is None:
         return f"a plan by {solver} is needed; there is none: {failures[0][1].binding[0]}; loosen the pins or try joint"
     place, failure, simulation = smallest
-    least = shown_bytes(budget_for(simulation.peak_bytes, task.divisor)) if tried is None else tried
+    least = shown_bytes(max(budget_for(simulation.peak_bytes, task.divisor), budget + 1))
     more = size_text(least - budget, up=True)
-    enough = (
-        f"try a budget of {size_text(least, up=True)}, {more} more, for which there is a plan"
-        if tried is not None
-        else f"at least about {size_text(least, up=True)} is needed, {more} more (an estimate)"
-    )
+    enough = f"try a budget of {size_text(least, up=True)}, {more} more, for which there is a plan"
     if simulation.peak_bytes <= budget:
         kept = size_text(budget - usable_bytes(budget, task.divisor))
         known = size_text(simulation.peak_bytes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -15,6 +16,10 @@ import torch.distributed as dist
 _kept: dict[Hashable, Any] = {}
 _world: weakref.ref[Any] | None = None
 """The default group under which they were made."""
+
+
+def _forget(kept: dict[Hashable, Any], _: object) -> None:
+    kept.clear()
 
 
 def made_once(key: Hashable, make: Callable[[], Any]) -> Any:
@@ -26,7 +31,7 @@ def made_once(key: Hashable, make: Callable[[], Any]) -> Any:
     world = dist.group.WORLD
     if _world is None or _world() is not world:
         _kept.clear()
-        _world = weakref.ref(world, lambda _, kept=_kept: kept.clear())  # while Python ends, globals are gone
+        _world = weakref.ref(world, partial(_forget, _kept))  # while Python ends, globals are gone
     if key not in _kept:
         _kept[key] = make()
     return _kept[key]

@@ -63,7 +63,7 @@ class Deadline:
     >>> deadline.count(4.0)
     >>> deadline.limited(60), deadline.part(3).limited(60), Deadline().limited(60), Deadline(0).limited(60)
     (6.0, 3.0, 60, 0.5)
-    >>> deadline.part(3).pace is deadline.pace, deadline.afresh().pace is deadline.pace
+    >>> deadline.part(3).pace is deadline.pace, deadline.afresh(3).pace is deadline.pace
     (True, False)
     """
 
@@ -134,10 +134,10 @@ class Deadline:
         found._until_s, found.pace = self.work_s + self.limited(seconds), self.pace
         return found
 
-    def afresh(self) -> Deadline:
-        """Return the same deadline for a solve whose end must not hang on the solves before: with a pace of its own."""
+    def afresh(self, seconds: float) -> Deadline:
+        """Return a deadline for a solve whose end must not hang on the solves before: with time and a pace of its own."""
         found = self.part(0.0)
-        found._until_s, found.pace = self._until_s, Pace()
+        found._until_s, found.pace = self.work_s + seconds, Pace()
         return found
 
     def extend(self, seconds: float) -> None:

@@ -77,6 +77,10 @@ class Infeasible:
     """Seconds that no answer of this search beats, whatever the memory."""
     bound_s: float = 0.0
     """Seconds that no answer beats which the memory rows let in; ∞ where they are proven to let nothing in."""
+    least_bytes: float = 0.0
+    """What no plan is below by the rows, as far as that is proven."""
+    seek: Callable[[Deadline], Infeasible] | None = None
+    """Finds `smallest` until a deadline; where the rows let nothing into a far larger budget, the search has not."""
 
 
 def refused(outcome: Outcome) -> Infeasible:

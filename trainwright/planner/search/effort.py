@@ -92,6 +92,8 @@ class Effort:
     """The plan that keeps everything is simulated before the search if its peak by the rows is below this many times the budget."""
     tries_below: float = 1.1
     """That plan may fit if its peak by the rows is below this many times the budget; a recipe, if the least found is."""
+    hopeless: float = 1.5
+    """Where the rows are proven to let nothing into so many times the budget, what holds least is not tried."""
     often_off: float = CLOSE
     """The typical relative error of the objective: a known sharding that it ranks slower by no more may be the faster one."""
     most_off: float = 0.05

@@ -188,6 +188,8 @@ class Fitting:
 
     def _begin_from_smallest(self) -> Infeasible | None:
         """Restart from the smallest plan, since the rows rejected every one: its own peak by the rows is the next row budget."""
+        if self._is_hopeless:
+            return Infeasible(Outcome.DOES_NOT_FIT, least_bytes=self._least_rows_bytes, seek=self._seek)
         least = self._find_least()
         if isinstance(least, Outcome):
             return None if least is not Outcome.INFEASIBLE and self._known() is not None else refused(least)
@@ -206,6 +208,21 @@ class Fitting:
         self._refit(smallest, rows_peak, -math.inf)
         self.search.is_full = False  # that it fits says nothing of what is fastest
         return None
+
+    @property
+    def _is_hopeless(self) -> bool:
+        """True where the rows let nothing into a budget that is larger by more than they may count too much."""
+        wide = self.effort.hopeless * self.budget
+        if self._least is None and self.solver.lets_nothing_into(wide, self.settings):
+            self._least_rows_bytes = wide
+        return self._least_rows_bytes >= wide
+
+    def _seek(self, deadline: Deadline) -> Infeasible:
+        """Return why there is no answer, with what holds least."""
+        least = self.solver.least(replace(self.settings, deadline=deadline))
+        if isinstance(least, Outcome):
+            return Infeasible(Outcome.DOES_NOT_FIT, least_bytes=self._least_rows_bytes)
+        return Infeasible(Outcome.DOES_NOT_FIT, least.binding, least.answer)
 
     def _find_least(self) -> Least | Outcome:
         least = self._least or self.solver.least(self.settings)

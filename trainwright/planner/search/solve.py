@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -32,7 +32,7 @@ from ..problem.recipes import Restriction, restriction
 from .answer import Answer, Infeasible, Least, Settings, Simulate, refused
 from .effort import Effort
 from .fitting import Fitting
-from .stages import Options, Starts, held_at, relaxed_bound_s, solve_in_stages
+from .stages import Options, Starts, held_at, relaxed_bound, solve_in_stages
 
 Allowed = Mapping[Decision, frozenset[int]]
 SHARES = (1.0, 0.5, 0.25)
@@ -70,7 +70,7 @@ class Solver:
         self._unbound: list[tuple[Restriction, Solution]] = []
         """The last restriction with its fastest solution without memory, of all ways in which parameters travel."""
         self._known: list[tuple[tuple[Restriction, int | None], list[Mapping[Decision, int]]]] = []
-        """The last restriction and budget with the shardings to begin from, of all ways too."""
+        """The last two restrictions and budgets with the shardings to begin from, of all ways too."""
 
     def travelling(self, within: Overlap) -> Solver:
         """Return a solver of the same problem whose parameters travel so within a budget."""
@@ -264,7 +264,13 @@ class Solver:
         """Return seconds that no answer beats which the rows let into the budget, by the relaxation alone."""
         model, sharding, recompute, memory = self.full()
         set_budget(model, memory, math.inf if settings.budget_bytes is None else settings.budget_bytes)
-        return relaxed_bound_s(settings.stages(model, sharding, recompute))
+        return relaxed_bound(settings.stages(model, sharding, recompute))
+
+    def lets_nothing_into(self, budget: float, settings: Settings) -> bool:
+        """Return true where the relaxation proves that no plan is within a budget by the rows."""
+        model, sharding, recompute, memory = self.full()
+        set_budget(model, memory, budget)
+        return math.isinf(relaxed_bound(settings.stages(model, sharding, recompute), cost={}))
 
     def smallest(self, settings: Settings) -> Answer | None:
         """Return the answer that holds least by the rows."""
@@ -274,25 +280,37 @@ class Solver:
     def least(self, settings: Settings) -> Least | Outcome:
         """Return the answer that holds least by the rows, or why there is none.
 
-        Where that one does not fit, a known sharding may: the rows are more careful of some shardings than of others.
+        Where that one does not fit, a known sharding may: the rows are more careful of some shardings than of others. Where none
+        fits, what is returned hangs on no budget, so it is found again under the one that a refusal names.
         """
         found = self._least_by_rows(settings)
         budget = settings.budget_bytes
         if isinstance(found, Outcome) or budget is None or found.answer.simulation.peak_bytes <= budget:
             return found
-        known = [self._least_by_rows(settings.held_to(options)) for options in self.starts(settings)]
-        each = [found, *(least for least in known if isinstance(least, Least))]
-        least = min(each, key=lambda least: least.answer.simulation.peak_bytes)
-        return replace(least, rows_bound=found.rows_bound)
+        least = self._smaller(found, self.starts(replace(settings, budget_bytes=None)), settings)
+        if least.answer.simulation.peak_bytes > budget:
+            of_budget = self._smaller(least, self.starts(settings), settings)
+            if of_budget.answer.simulation.peak_bytes <= budget:
+                return of_budget
+        return least
+
+    def _smaller(self, least: Least, known: Iterable[Options], settings: Settings) -> Least:
+        """Return the smallest of an answer and those with known shardings, with what is proven of all."""
+        each = [least]
+        for options in known:
+            found = self._least_by_rows(settings.held_to(options))
+            each += [found] if isinstance(found, Least) else []
+        smallest = min(each, key=lambda least: least.answer.simulation.peak_bytes)
+        return replace(smallest, rows_bound=least.rows_bound)
 
     def _least_by_rows(self, settings: Settings) -> Least | Outcome:
         model, sharding, recompute, memory = self.full()
         set_budget(model, memory, math.inf)
         limit = min(self.effort.longest_least_s, settings.time_limit_s)
+        # the smallest plan that one question names is found again by the next, whatever that asks for and solves before
+        settings = replace(settings, budget_bytes=None, deadline=settings.deadline.afresh(limit))
         stages = settings.stages(model, sharding, recompute, self.starts_for(settings), limit)
         stages.gap, stages.patience = self.effort.gap_of_least, self.effort.patience_for_least
-        # the smallest plan that one question names is found again by the next, whatever that solves before
-        stages.deadline = stages.deadline.afresh()
         solution = solve_in_stages(stages, self._mostly_peak(settings))
         if solution.values is None:
             return solution.outcome
@@ -301,7 +319,7 @@ class Solver:
         choice = read_choice(solution.values, sharding, recompute)
         # The same sharding, with no more recomputation than that budget asks for.
         set_budget(model, memory, rows_peak * 1.0001 + 1024)
-        same = settings.held_to(choice.options)
+        same = replace(settings.held_to(choice.options), deadline=settings.deadline.afresh(limit))
         fastest = solve_in_stages(same.stages(model, sharding, recompute, None, limit))
         if fastest.values is not None:
             # proven for this sharding alone
@@ -337,9 +355,11 @@ class Solver:
     def starts(self, settings: Settings) -> list[Mapping[Decision, int]]:
         """Return shardings to begin from: the fastest ones of those that rest in a share of the budget, and of `fsdp`."""
         asked = settings.restriction, settings.budget_bytes
-        if all(known != asked for known, _ in self._known):
-            self._known[:] = [(asked, self._starts(settings))]
-        return self._known[0][1]
+        for known, starts in self._known:
+            if known == asked:
+                return starts
+        self._known[:] = [*self._known[-1:], (asked, self._starts(settings))]
+        return self._known[-1][1]
 
     def _starts(self, settings: Settings) -> list[Mapping[Decision, int]]:
         sharded = restriction(self.problem, "fsdp").allowed

@@ -103,10 +103,10 @@ def solve_in_stages(stages: Stages, cost: Mapping[int, float] | None = None) -> 
     return Solution(outcome, found.values, found.objective, bound)
 
 
-def relaxed_bound_s(stages: Stages) -> float:
-    """Return the seconds that the relaxation proves no solution to beat; ∞ where it has none."""
+def relaxed_bound(stages: Stages, cost: Mapping[int, float] | None = None) -> float:
+    """Return what the relaxation proves no solution to beat; ∞ where it has none. `cost` replaces the model's objective."""
     fixed = _forbidden(stages.sharding, stages.restriction) | _fates(stages.recompute, stages.restriction)
-    _, root = _relaxed(_Held(stages, fixed, None), stages.time_limit_s)
+    _, root = _relaxed(_Held(stages, fixed, cost), stages.time_limit_s, cost)
     if isinstance(root, Outcome):
         return math.inf if root is Outcome.INFEASIBLE else stages.floor
     return max(stages.floor, root.objective)

@@ -34,7 +34,9 @@ def solve_two_stage(solver: Solver, settings: Settings) -> Answer | Infeasible:
         # of a share that was not looked at to its end nothing is known about its memory
         if undecided := [found for found in results if isinstance(found, Infeasible) and found.outcome is outcome]:
             return undecided[0]
-    failures = [result for result in results if isinstance(result, Infeasible) and result.smallest is not None]
-    if failures:
-        return min(failures, key=lambda found: found.smallest.simulation.peak_bytes if found.smallest else 0)
+    failures = [result for result in results if isinstance(result, Infeasible)]
+    if known := [found for found in failures if found.smallest is not None]:
+        return min(known, key=lambda found: found.smallest.simulation.peak_bytes if found.smallest else 0)
+    if unsought := [found for found in failures if found.seek is not None]:
+        return min(unsought, key=lambda found: found.least_bytes)
     return Infeasible(Outcome.DOES_NOT_FIT, ("parameters and optimizer states alone",), solver.smallest(settings))
