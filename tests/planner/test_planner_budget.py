@@ -30,9 +30,7 @@ def planned(share: float) -> Plan:
 @pytest.mark.parametrize(
     ("share", "gap"),
     [
-        pytest.param(
-            0.2, 5e-3, marks=[pytest.mark.slow, pytest.mark.xfail(reason="proven within 0.78 %", strict=True)]
-        ),
+        pytest.param(0.2, 5e-3, marks=pytest.mark.slow),
         pytest.param(0.6, 5e-3, marks=pytest.mark.slow),
         (0.9, 5e-3),
     ],
