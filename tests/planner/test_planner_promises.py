@@ -84,14 +84,15 @@ def test_the_peak_alone_is_no_budget_and_what_the_report_names_is() -> None:
         check(again, program, plan.predicted.peak_bytes, **costs)
 
 
-def test_a_budget_that_is_far_too_small_is_refused_by_a_proof(monkeypatch) -> None:
+@pytest.mark.parametrize("budget_bytes", [1024, 100_000])
+def test_a_budget_that_is_far_too_small_is_refused_by_a_proof(monkeypatch, budget_bytes: int) -> None:
     """What holds least is looked for at the end, for the message; where no time is left for it, the proof is what is said."""
-    said = refusal_of("gpt2-tiny", 100_000, hardware="cpu:4")
+    said = refusal_of("gpt2-tiny", budget_bytes, hardware="cpu:4")
     assert "for which there is a plan" in said
     monkeypatch.setattr(
         Fitting, "_seek", lambda self, _: Infeasible(Outcome.DOES_NOT_FIT, least_bytes=self._least_rows_bytes)
     )
-    said = refusal_of("gpt2-tiny", 100_000, hardware="cpu:4")
+    said = refusal_of("gpt2-tiny", budget_bytes, hardware="cpu:4")
     assert re.search(r"more than about [\d.]+ KiB is needed \(an estimate\)", said)
 
 

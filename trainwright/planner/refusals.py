@@ -63,11 +63,11 @@ def _text(task: Task, solver: str, failures: Sequence[tuple[Place, Infeasible]])
             f"more time is needed: {solver} found no plan in {task.time_limit_s:g} s, nor a proof that there is none; "
             f"give --time-limit {max(10.0, 4 * task.time_limit_s):g}{less}"
         )
-    proven = [failure.least_bytes for _, failure in failures if failure.least_bytes]
+    proven = [failure.least_bytes for _, failure in failures if not failure.binding]
     if budget is not None and smallest is None and proven:
         return (
             f"a plan within {size_text(budget)} a device is needed; {solver} found none on {task.cluster.name}; "
-            f"more than about {size_text(math.floor(min(proven)))} is needed (an estimate)"
+            f"more than about {size_text(max(budget, math.floor(min(proven))))} is needed (an estimate)"
         )
     if budget is None or smallest is None:
         return f"a plan by {solver} is needed; there is none: {failures[0][1].binding[0]}; loosen the pins or try joint"

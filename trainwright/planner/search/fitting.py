@@ -188,7 +188,7 @@ class Fitting:
 
     def _begin_from_smallest(self) -> Infeasible | None:
         """Restart from the smallest plan, since the rows rejected every one: its own peak by the rows is the next row budget."""
-        if self._is_hopeless:
+        if self._is_hopeless():
             return Infeasible(Outcome.DOES_NOT_FIT, least_bytes=self._least_rows_bytes, seek=self._seek)
         least = self._find_least()
         if isinstance(least, Outcome):
@@ -209,13 +209,13 @@ class Fitting:
         self.search.is_full = False  # that it fits says nothing of what is fastest
         return None
 
-    @property
     def _is_hopeless(self) -> bool:
-        """True where the rows let nothing into a budget that is larger by more than they may count too much."""
+        """Return true where the rows let nothing into a budget that is larger by more than they may count too much."""
         wide = self.effort.hopeless * self.budget
-        if self._least is None and self.solver.lets_nothing_into(wide, self.settings):
-            self._least_rows_bytes = wide
-        return self._least_rows_bytes >= wide
+        if self._least is not None or not self.solver.lets_nothing_into(wide, self.settings):
+            return False
+        self._least_rows_bytes = wide
+        return True
 
     def _seek(self, deadline: Deadline) -> Infeasible:
         """Return why there is no answer, with what holds least."""
