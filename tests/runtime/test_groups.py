@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
 
 import torch.distributed as dist
@@ -30,3 +32,21 @@ def test_a_group_is_made_once_and_kept_no_longer_than_the_default_group() -> Non
         assert world() is None
         assert made[-1]() is None
         assert not groups._kept
+
+
+LEAVES = """
+import os
+import torch
+from trainwright.launch import init
+
+init("cpu")
+import torch.distributed.nn  # as torch's compiler does when a script first uses it
+
+torch.distributed.destroy_process_group()
+print([name for task in os.listdir("/proc/self/task") if "gloo" in (name := open(f"/proc/self/task/{task}/comm").read())])
+"""
+
+
+def test_no_thread_of_gloo_outlives_the_default_group() -> None:
+    found = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, text=True, timeout=60)
+    assert found.stdout.strip() == "[]", found.stderr

@@ -89,6 +89,10 @@ def join(device: DeviceType, store: object | None = None, index: int = -1, num_r
     import torch
     import torch.distributed as dist
 
+    # Its functions have the default group of the moment they are defined as a default argument. Imported later, they would keep
+    # that group, and gloo's threads, which abort the process where they release a tensor while Python ends.
+    import torch.distributed.nn.functional
+
     if device == "cuda":
         local_rank, num_gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
         if local_rank >= num_gpus:
