@@ -451,6 +451,26 @@ def test_a_later_way_begins_with_the_row_budget_that_fitted(place, monkeypatch) 
     assert aims == [room]
 
 
+def test_what_is_fastest_without_memory_is_found_once_for_all_ways(monkeypatch) -> None:
+    """Each way asks with a restriction of its own that says the same; one that was stopped is asked again."""
+    (place,) = task(deep_program(), "2xh100").places
+    outcomes: list[Outcome] = []
+    given = [Outcome.STOPPED]
+
+    def counted(asked: stages.Stages) -> Solution:
+        found = stages.solve_in_stages(asked)
+        outcomes.append(given.pop() if given else found.outcome)
+        return replace(found, outcome=outcomes[-1])
+
+    monkeypatch.setattr(solve, "solve_in_stages", counted)
+    for way in ("none", "buckets", "none"):
+        found = place.solver.travelling(way).without_memory(place.settings("joint"))
+    assert outcomes == [Outcome.STOPPED, Outcome.OPTIMAL]
+    assert found.outcome is Outcome.OPTIMAL
+    place.solver.without_memory(place.settings("fsdp"))
+    assert len(outcomes) == 3
+
+
 def test_a_held_sharding_is_solved_once(place, monkeypatch) -> None:
     """Branch and bound begins with the heaviest options, which are those of its only leaf."""
     settings, solver = place.settings("joint"), place.solver

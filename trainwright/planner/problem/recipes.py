@@ -23,7 +23,7 @@ from .strategies import batch_loop, is_busy, token_loops
 RECIPES = ("ddp", "fsdp", "megatron", "two-stage", "joint")
 
 
-@dataclass(eq=False)
+@dataclass
 class Restriction:
     """The options that a recipe, and pins, leave to choose from."""
 
@@ -40,7 +40,7 @@ class Restriction:
     fates: dict[Decision, str] = field(default_factory=dict)
     """The fate of pinned decisions. All instances of a group `keep`, `recompute` or `offload` what they leave for the
     backward; a parameter's optimizer states stay on the device (`state-keep`) or do not (`state-offload`)."""
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list, compare=False)
 
 
 def restriction(problem: Problem, recipe: str) -> Restriction:

@@ -186,9 +186,11 @@ class Solver:
     def without_memory(self, settings: Settings) -> Solution:
         """Return the fastest solution that keeps everything, whatever it holds; `values` is None where none was found."""
         asked = settings.restriction
-        if all(known is not asked for known, _ in self._unbound):
-            self._unbound[:] = [(asked, solve_in_stages(settings.stages(*self.plain())))]
-        return self._unbound[0][1]
+        known = next((solution for given, solution in self._unbound if given == asked), None)
+        if known is None or known.outcome is Outcome.STOPPED:
+            known = solve_in_stages(settings.stages(*self.plain()))
+            self._unbound[:] = [(asked, known)]
+        return known
 
     def answer(
         self, solution: Solution, floor_s: float, choice: Choice | None = None, travel: Overlap | None = None
@@ -365,7 +367,8 @@ class Solver:
         sharded = restriction(self.problem, "fsdp").allowed
         params = {decision: options for decision, options in sharded.items() if decision.group is None}
         found: list[Mapping[Decision, int] | None] = []
-        for extra in ({}, sharded, params):
+        found.append(self._options_of(self.without_memory(settings)))
+        for extra in (sharded, params):
             allowed = both(settings.restriction.allowed, extra)
             if not all(allowed.values()):
                 found.append(None)
@@ -380,8 +383,11 @@ class Solver:
     def _fastest(self, settings: Settings) -> dict[Decision, int] | None:
         model, sharding = self.plain()
         limit = settings.time_limit_s * self.effort.start_share
-        solution = solve_in_stages(settings.stages(model, sharding, time_limit_s=limit))
-        return None if solution.values is None else read_choice(solution.values, sharding, None).options
+        return self._options_of(solve_in_stages(settings.stages(model, sharding, time_limit_s=limit)))
+
+    def _options_of(self, solution: Solution) -> dict[Decision, int] | None:
+        """Return the sharding of a solution without memory."""
+        return None if solution.values is None else read_choice(solution.values, self.plain()[1], None).options
 
     def first_stage(
         self, settings: Settings, static_bytes: float, fastest: Mapping[Decision, int] | None = None
