@@ -366,8 +366,7 @@ class Solver:
     def _starts(self, settings: Settings) -> list[Mapping[Decision, int]]:
         sharded = restriction(self.problem, "fsdp").allowed
         params = {decision: options for decision, options in sharded.items() if decision.group is None}
-        found: list[Mapping[Decision, int] | None] = []
-        found.append(self._options_of(self.without_memory(settings)))
+        found: list[Mapping[Decision, int] | None] = [self._options_of(self.without_memory(settings))]
         for extra in (sharded, params):
             allowed = both(settings.restriction.allowed, extra)
             if not all(allowed.values()):
