@@ -17,6 +17,8 @@ from types import FrameType
 
 LEAST_S = 0.5
 """Each solve that is still asked for past the deadline may take this long, so that it returns something."""
+_SLOWEST = 4.0
+"""A slow or busy machine may take so many times as long as what is counted, where a solve must not be cut off by the clock."""
 
 
 @dataclass(eq=False)
@@ -65,12 +67,15 @@ class Deadline:
     (6.0, 3.0, 60, 0.5)
     >>> deadline.part(3).pace is deadline.pace, deadline.afresh(3).pace is deadline.pace
     (True, False)
+    >>> late = Deadline(0)
+    >>> late.has_passed, late.part(3).has_passed, late.afresh(3).has_passed, late.afresh(3).limited(60)
+    (True, True, False, 3.0)
     """
 
     def __init__(self, seconds: float = math.inf) -> None:
         self.seconds, self._began = seconds, time.perf_counter()
         self._question = _Question(self._began + seconds)
-        self._until_s = seconds
+        self._until_s, self._afresh_until = seconds, -math.inf
         self.pace = Pace()
         """The pace of branch and bound, by the solves before."""
 
@@ -100,7 +105,12 @@ class Deadline:
     @property
     def is_over(self) -> bool:
         """True if the wall clock or Ctrl-C ends the whole question."""
-        return time.perf_counter() >= self._question.ends_at
+        return time.perf_counter() >= self._ends_at
+
+    @property
+    def _ends_at(self) -> float:
+        question = self._question
+        return question.ends_at if question.is_interrupted else max(question.ends_at, self._afresh_until)
 
     @property
     def has_passed(self) -> bool:
@@ -125,19 +135,24 @@ class Deadline:
     @property
     def wall_s(self) -> float:
         """Return the seconds that one more solve may take by the wall clock."""
-        return max(LEAST_S, self._question.ends_at - time.perf_counter())
+        return max(LEAST_S, self._ends_at - time.perf_counter())
 
     def part(self, seconds: float) -> Deadline:
         """Return the deadline of a search that may take so many seconds of the work that is left."""
         found = Deadline.__new__(Deadline)
         found.seconds, found._began, found._question = self.seconds, self._began, self._question
-        found._until_s, found.pace = self.work_s + self.limited(seconds), self.pace
+        found._until_s, found._afresh_until = self.work_s + self.limited(seconds), self._afresh_until
+        found.pace = self.pace
         return found
 
     def afresh(self, seconds: float) -> Deadline:
-        """Return a deadline for a solve whose end must not hang on the solves before: with time and a pace of its own."""
+        """Return a deadline for a solve whose end must not hang on the solves before: with time and a pace of its own.
+
+        The clock does not end it either, which on a slow machine may have ended the question: only Ctrl-C does.
+        """
         found = self.part(0.0)
         found._until_s, found.pace = self.work_s + seconds, Pace()
+        found._afresh_until = time.perf_counter() + _SLOWEST * seconds
         return found
 
     def extend(self, seconds: float) -> None:
