@@ -70,6 +70,9 @@ class Deadline:
     >>> late = Deadline(0)
     >>> late.has_passed, late.part(3).has_passed, late.afresh(3).has_passed, late.afresh(3).limited(60)
     (True, True, False, 3.0)
+    >>> late.interrupt()
+    >>> late.afresh(3).has_passed
+    True
     """
 
     def __init__(self, seconds: float = math.inf) -> None:
@@ -148,7 +151,7 @@ class Deadline:
     def afresh(self, seconds: float) -> Deadline:
         """Return a deadline for a solve whose end must not hang on the solves before: with time and a pace of its own.
 
-        The clock does not end it either, which on a slow machine may have ended the question: only Ctrl-C does.
+        The clock may have ended the question; it ends this only after `_SLOWEST` times as long, and Ctrl-C does at once.
         """
         found = self.part(0.0)
         found._until_s, found.pace = self.work_s + seconds, Pace()
