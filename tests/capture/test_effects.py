@@ -40,6 +40,7 @@ def test_plans_drawn_at_random(seed: int) -> None:
     assert max(effect_cases.as_one_process(plan.to_json()).values()) < EXACT
 
 
+@pytest.mark.slow
 def test_verify_finds_what_a_rerun_writes_again(recomputed: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     good = tw.verify(effect_cases.net, recomputed)
     assert good.passed

@@ -108,7 +108,7 @@ def test_what_a_graph_cannot_follow_is_refused(function: Any, words: tuple[str, 
     ("solver", "pins", "memory"),
     [
         pytest.param("fsdp", [], None, marks=pytest.mark.slow),
-        ("joint", [":Doubled=shard(l0)@cpu", ":Sign=shard(l0)@cpu"], None),
+        pytest.param("joint", [":Doubled=shard(l0)@cpu", ":Sign=shard(l0)@cpu"], None, marks=pytest.mark.slow),
         ("joint", [], 42_000),
     ],
 )

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import trainwright as tw
+from tests.grids import slow_but
 from trainwright.artifacts import Offers, Plan, Refusal, UserError
 from trainwright.artifacts.offers import num_examples
 from trainwright.batch_size import WORTH, fastest_batch
@@ -164,7 +165,7 @@ def test_offers_are_the_plans_rates_hours_and_money(capsys: pytest.CaptureFixtur
     assert "tokens/EUR" in page
 
 
-@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("columns", slow_but([80], [80, 120]))
 def test_the_table_fits_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = tw.load_model("mine.py:words")
     offers = tw.offers(

@@ -126,6 +126,7 @@ def test_the_batch_is_the_largest_that_fits(models, capsys) -> None:
     assert any("gradient_checkpointing_enable" in reason for reason in found.fit.not_tried)
 
 
+@pytest.mark.slow
 def test_several_changes_where_one_is_not_enough(models, capsys) -> None:
     status, found, said = profiled(capsys, "mine.py:blocks", "--fits", f"{peak('blocks', batch_size=1) - 1}B")
     assert status == 1

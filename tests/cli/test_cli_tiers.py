@@ -99,6 +99,7 @@ def host_plan_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return path
 
 
+@pytest.mark.slow
 def test_a_run_in_the_hosts_memory_goes_on_from_a_checkpoint(
     plan_path: str, host_plan_path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -193,6 +193,7 @@ def test_bounds_hold_and_values_that_are_not_finite_are_left_out() -> None:
             FZooSSettings(**bad)
 
 
+@pytest.mark.slow
 def test_a_metric_of_a_classifier_falls_faster_than_by_random_gradients_or_differences() -> None:
     """1 - macro F1 of a linear classifier of digits, 650 numbers, whose gradient is zero wherever it exists; equal queries."""
     from benchmarks.federated import zeroth_order as methods

@@ -91,6 +91,7 @@ def test_without_a_template_ranks_are_fresh_interpreters(own: None, monkeypatch:
     assert run_processes(HERE + ":is_fork", num_processes=2) == [False, False]
 
 
+@pytest.mark.slow
 def test_ranks_whose_template_is_killed_are_still_told_of_and_ended(own: None) -> None:
     with Workers(2) as workers:
         serving = template._template

@@ -282,6 +282,7 @@ def on_two_parts() -> list[list[float]]:
     return found
 
 
+@pytest.mark.slow
 def test_layers_cut_by_columns_and_rows_are_exact_but_for_the_weights(pool2: Pool) -> None:
     """The tensor-parallel form of torch: output, input gradient and biases to the bit of rounding, weights in the mean."""
     ranks = pool2.run("tests.nn.test_sampled_linear:on_two_parts")

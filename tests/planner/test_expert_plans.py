@@ -65,6 +65,7 @@ def test_splits_of_known_rows_count_nothing(pool2: Pool) -> None:
         assert abs(found["measured"] - found["promised"]) <= 64, found
 
 
+@pytest.mark.slow
 def test_verify_predicts_the_peak_anew_for_the_rows_that_were_sent(pool2: Pool) -> None:
     """Within what real ranks take beside tensors."""
     plan = planned("t.0+e", "worst").to_json()

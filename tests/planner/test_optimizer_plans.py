@@ -215,7 +215,7 @@ STEPS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "options", "lr"), STEPS)
+@pytest.mark.parametrize(("name", "options", "lr"), slow_but(STEPS[:6], STEPS))
 def test_two_ranks_step_as_one_process_does(pool2: Pool, name: str, options: dict[str, Any], lr: float) -> None:
     plan = planned(2, optimizer=name, optimizer_options=options, optimizer_form="loop", solver="fsdp")
     assert any(param.layout != ("R",) for param in plan.params.values())
@@ -326,12 +326,10 @@ def test_copies_of_large_outputs_are_in_the_promised_peak(squares: bool, lr: flo
     assert peak <= plan.predicted.peak_bytes <= peak + 4 * rows * outputs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("solver", "squares"),
-    [
-        ("fsdp", True),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("ddp", False), ("ddp", True), ("fsdp", False))),
-    ],
+    [("fsdp", True), ("ddp", False), ("ddp", True), ("fsdp", False)],
 )
 def test_whole_copies_of_outputs_that_ranks_hold_parts_of_are_in_the_promised_peak(
     pool2: Pool, solver: str, squares: bool

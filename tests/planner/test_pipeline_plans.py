@@ -110,6 +110,7 @@ def test_another_order_is_taken_where_its_step_is_shorter(model: dict[str, Any],
 FAST_DISK = with_disk(Tier(write_bytes_per_s=2e9, read_bytes_per_s=2e9, latency_s=1e-6), "cpu:2")
 
 
+@pytest.mark.slow
 def test_what_stages_offload_fits_where_nothing_else_does_and_is_faster(model: dict[str, Any], pool2: Pool) -> None:
     asked = {**ONE_ORDER, "hardware": FAST_DISK}
     with pytest.raises(Refusal, match="joint found none"):
@@ -145,6 +146,7 @@ def test_stages_that_may_offload_are_never_slower(model: dict[str, Any]) -> None
                 assert steps[1] == steps[0]
 
 
+@pytest.mark.slow
 def test_the_last_stage_takes_its_loss_in_chunks_where_nothing_fits_without(pool2: Pool) -> None:
     options = {"n_layer": 2, "seq_len": 64, "vocab_size": 1024}
     wide = built(**options)

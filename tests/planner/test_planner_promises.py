@@ -9,6 +9,7 @@ import time
 import pytest
 
 from tests.builders import question, task, tiny_program
+from tests.grids import slow_but
 from tests.models import gnn, unet
 from trainwright.artifacts import Plan, Refusal, SolverInfo, parse_bytes
 from trainwright.capture.export import capture
@@ -84,7 +85,8 @@ def test_the_peak_alone_is_no_budget_and_what_the_report_names_is() -> None:
         check(again, program, plan.predicted.peak_bytes, **costs)
 
 
-@pytest.mark.parametrize("budget_bytes", [4096, 100_000])  # of 4 KiB nothing is left beside the reserve
+# Of 4 KiB nothing is left beside the reserve.
+@pytest.mark.parametrize("budget_bytes", slow_but([4096], [4096, 100_000]))
 def test_a_budget_that_is_far_too_small_is_refused_by_a_proof(monkeypatch, budget_bytes: int) -> None:
     """What holds least is looked for at the end, for the message; where no time is left for it, the proof is what is said."""
     said = refusal_of("gpt2-tiny", budget_bytes, hardware="cpu:4")

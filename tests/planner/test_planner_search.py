@@ -79,6 +79,7 @@ def test_what_the_relaxation_mixes_is_searched_and_loses_nothing(monkeypatch):
     assert known.objective_s * (1 - known.gap) <= answer.objective_s <= known.objective_s * (1 + stages.GAP)
 
 
+@pytest.mark.slow
 def test_a_search_beside_an_answer_is_no_worse_than_the_answer(place):
     settings = place.settings("joint")
     fsdp = place.solver.solve(place.settings("fsdp"))
@@ -505,6 +506,7 @@ def test_a_held_sharding_is_solved_once(place, monkeypatch) -> None:
     assert len(solves) == 1
 
 
+@pytest.mark.slow
 def test_where_nothing_is_fast_enough_one_solve_says_so(monkeypatch) -> None:
     """Smaller row budgets hold less, and what does not fit need not be simulated."""
     (place,) = task(tiny_program("resnet-tiny"), "2xh100", mesh=(2,), budget_bytes=795_648).places

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.builders import task, tiny_program
+from tests.grids import slow_but
 from trainwright.planner.best_first import solve_on
 from trainwright.planner.costs.price import Price
 from trainwright.planner.model.decode import Choice, decisions_from
@@ -33,18 +34,18 @@ def price_of(place, way: str, options) -> Price:
     return place.price(place.simulate(decisions))
 
 
+CASES = [
+    ("vit-tiny", "2xh100", (2,), 1e-3),
+    ("resnet-tiny", "2xh100", (2,), 1e-3),
+    ("llama-tiny", "2xh100", (2,), 2e-3),  # much is hidden, of which a share counts as exposed
+    ("bert-tiny", "8xa100", (8,), 1e-3),
+    ("gpt2-tiny", "2xh100", (2,), 3e-3),  # two regions read the embedding
+    ("vit-tiny", "2x4xa100", (2, 4), 1e-2),  # nodes and GPUs have links of their own
+]
+
+
 @pytest.mark.parametrize("max_num_ops", [400, 0])
-@pytest.mark.parametrize(
-    ("name", "hardware", "mesh", "within"),
-    [
-        ("vit-tiny", "2xh100", (2,), 1e-3),
-        ("resnet-tiny", "2xh100", (2,), 1e-3),
-        ("llama-tiny", "2xh100", (2,), 2e-3),  # much is hidden, of which a share counts as exposed
-        ("bert-tiny", "8xa100", (8,), 1e-3),
-        ("gpt2-tiny", "2xh100", (2,), 3e-3),  # two regions read the embedding
-        ("vit-tiny", "2x4xa100", (2, 4), 1e-2),  # nodes and GPUs have links of their own
-    ],
-)
+@pytest.mark.parametrize(("name", "hardware", "mesh", "within"), slow_but([CASES[0], CASES[5]], CASES))
 def test_what_a_region_waits_for_is_what_the_clocks_say(monkeypatch, name, hardware, mesh, within, max_num_ops):
     """Gathers that begin where their region begins are hidden by what runs before they are read, and by nothing else."""
     monkeypatch.setattr("trainwright.planner.problem.problem.MANY_OPS", max_num_ops)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from tests.builders import task
+from tests.grids import slow_but
 from trainwright.artifacts import Tier
 from trainwright.capture.export import capture
 from trainwright.planner.model import offload
@@ -213,7 +214,7 @@ def least_of(ranks: int, window_bytes: int) -> Least:
 
 
 @pytest.mark.parametrize("window_bytes", [20_000, 100_000, 400_000, 2_000_000])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", slow_but([2], [1, 2, 4]))
 def test_updates_are_counted_in_their_layout(ranks: int, window_bytes: int) -> None:
     """Of a plan that cuts parameters, updates hold parts, where all of them fit into the window and where they do not."""
     least = least_of(ranks, window_bytes)

@@ -22,7 +22,7 @@ TWO_AXES = ("resnet-tiny",)
 
 
 @pytest.mark.parametrize("seed", slow_but([0], [0, 1]))
-@pytest.mark.parametrize("model", slow_but(["gpt2-tiny", "t5-tiny"], MODELS))
+@pytest.mark.parametrize("model", slow_but(["gpt2-tiny"], MODELS))
 def test_on_two_ranks(pool2: Pool, model: str, seed: int) -> None:
     report = pool2.run("tests.parallel_cases:random_plan", timeout_s=280, model=model, mesh=[2], seed=seed)[0]
     assert report["passed"], report

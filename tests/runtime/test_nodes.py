@@ -68,6 +68,7 @@ def test_the_script_is_valid_and_asks_for_what_it_needs() -> None:
     assert "a model is needed" in done.stderr
 
 
+@pytest.mark.slow
 def test_two_nodes_train_together(plan_path: Path, tmp_path: Path) -> None:
     first = run_script(tmp_path, plan_path, steps=4)
     assert first.returncode == 0, first.stderr

@@ -166,6 +166,7 @@ def trained(folder: Path, name: str, *options: str) -> tuple[int, list[dict[str,
     return status, [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
 
 
+@pytest.mark.slow
 def test_selecting_from_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, rows = trained(
         folder, "images", "--select", "craig", "--select-fraction", "0.25", "--select-every", "4", "--steps", "14",

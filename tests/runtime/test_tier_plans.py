@@ -134,6 +134,7 @@ def test_every_policy_moves_what_is_planned(tmp_path: Path, memory: str | None, 
         assert plan.tier.keep_bytes <= policy["keep_bytes"]
 
 
+@pytest.mark.slow
 def test_a_smaller_budget_is_never_faster_and_never_more() -> None:
     plans = [planned(memory) for memory in (None, "1.2MiB", "1MiB")]
     steps = [plan.predicted.step_s for plan in plans]

@@ -72,6 +72,7 @@ def test_steps_are_those_without_a_tier(
     tier.close()
 
 
+@pytest.mark.slow
 def test_recomputing_plans_take_the_same_steps(tmp_path: Path, tight: Plan) -> None:
     _, found, module = run(tight, TierOptions([tmp_path], window_bytes=100_000, store=SMALL), 3)
     assert same(found, run(tight, None, 3)[1])

@@ -35,6 +35,7 @@ def test_plans_drawn_at_random(pool2: Pool, name: str, seed: int) -> None:
     assert report["passed"], report
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the system has to list the threads of a process")
 def test_plans_one_after_the_other_share_their_groups(pool4: Pool) -> None:
     threads = pool4.run(CASES + "threads_with_more_plans", name="build_bags")[0]

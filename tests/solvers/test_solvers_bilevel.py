@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.solvers import bilevel_problems
+from tests.grids import slow_but
 from trainwright.artifacts import UserError
 from trainwright.solvers.bilevel import BOREP, BSVRB, bilevel
 from trainwright.solvers.bilevel.problem import Blocks
@@ -118,7 +119,9 @@ def test_averages_grow_with_the_run_unless_they_are_given(version: Any, beta: fl
     assert spread[1] < 0.01 * spread[2]
 
 
-@pytest.mark.parametrize(("version", "step_x", "num_steps"), [(1, 0.01, 250), (2, 0.01, 400)])
+@pytest.mark.parametrize(
+    ("version", "step_x", "num_steps"), slow_but([(1, 0.01, 250)], [(1, 0.01, 250), (2, 0.01, 400)])
+)
 def test_the_defaults_converge_under_noise(version: Any, step_x: float, num_steps: int) -> None:
     problem = AllNoisy()
     method = BSVRB(step_x=step_x, step_y=0.1, num_sampled=5, version=version, curvature_floor=0.5)
@@ -181,7 +184,9 @@ def direction_error(problem: Quadratics, method: BSVRB, num_steps: int) -> float
     return sum(errors) / len(errors)
 
 
-@pytest.mark.parametrize(("version", "alpha", "gamma", "bar"), [(1, 0.1, 0.9, 0.4), (2, 0.5, 0.5, 0.65)])
+@pytest.mark.parametrize(
+    ("version", "alpha", "gamma", "bar"), slow_but([(2, 0.5, 0.5, 0.65)], [(1, 0.1, 0.9, 0.4), (2, 0.5, 0.5, 0.65)])
+)
 def test_the_direction_is_nearer_to_the_hypergradient_than_plain_sampling(
     version: Any, alpha: float, gamma: float, bar: float
 ) -> None:
@@ -240,6 +245,7 @@ def mean_end(result: Any) -> float:
     return sum(result.history["residual"][-100:]) / 100
 
 
+@pytest.mark.slow
 def test_normalised_steps_cross_where_plain_ones_overflow() -> None:
     problem = Steep()
     assert problem.grad_norm(problem.x0) > 1e5

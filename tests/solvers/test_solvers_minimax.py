@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.grids import slow_but
 from trainwright.artifacts import UserError
 from trainwright.solvers.minimax import GDA, SVRGGDA, AccSpiderGDA, SpiderGDA, minimax, theory
 from trainwright.solvers.minimax.gda import Point
@@ -100,6 +101,7 @@ def test_steps_equal_the_recursion_written_out(recursive: bool) -> None:
     assert (result.nsfo, result.nfev, result.nit) == (4 * 12 + 6 * 2 * 3, 84, 9)
 
 
+@pytest.mark.slow
 def test_error_of_the_recursive_estimate_grows_k_times_slower() -> None:
     """Along the same path, from the same full gradient: MSE(SVRG)/MSE(SPIDER) ~ k (1.0, 3.5, 16.8, 42 in theory's regime)."""
     problem = game(300, 10, 10, 10, 10.0, 0.3)
@@ -230,7 +232,7 @@ def pl_game() -> tuple[Game, float]:
     return problem, min(norms)
 
 
-@pytest.mark.parametrize("kind", [SpiderGDA, SVRGGDA])
+@pytest.mark.parametrize("kind", slow_but([SVRGGDA], [SpiderGDA, SVRGGDA]))
 def test_variance_reduction_beats_full_gradients_at_equal_calls(kind: Any, pl_game: tuple[Game, float]) -> None:
     problem, full_batch = pl_game
     x, y = start(problem)

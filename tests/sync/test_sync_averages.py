@@ -116,6 +116,7 @@ def bias(name: str, lr: float, beta: float, num_steps: int = 600) -> float:
     return float((ends(done) - RING.minimum).square().sum(1).mean())
 
 
+@pytest.mark.slow
 def test_momentum_adds_no_bias_to_decentlam_and_much_to_dmsgd() -> None:
     plain = bias("atc-dsgd", 0.005, 0.0)
     assert bias("decentlam", 0.005, 0.9) == pytest.approx(plain, rel=1e-3)

@@ -49,6 +49,7 @@ def elastic_score(pull: float, seeds: range) -> float:
     return float(np.mean([well("easgd", seed, period=1, pull=0.05 * pull, centre_pull=1.0) for seed in seeds]))
 
 
+@pytest.mark.slow
 def test_workers_in_several_basins_follow_the_best_one() -> None:
     assert leader_score(0.5, range(3)) < 0.05
     assert elastic_score(0.5, range(3)) > 0.3
@@ -186,6 +187,7 @@ def ratio(alpha: float, visits: float, steps: float, num_steps: int = 6000) -> f
     return mean_squared_error(alpha, visits, steps, num_steps) / mean_squared_error(0.0, visits, steps, num_steps)
 
 
+@pytest.mark.slow
 def test_variance_falls_with_repulsion_where_visits_settle_first() -> None:
     errors = [ratio(alpha, 0.8, 0.9) for alpha in (1, 5)]
     assert errors[1] < 0.12
