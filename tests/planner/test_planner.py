@@ -31,6 +31,7 @@ from trainwright.launch.cores import num_cores
 from trainwright.planner import RECIPES, check, compare, explain, make_plan
 from trainwright.planner.best_first import solve_on
 from trainwright.planner.budget import budget_for, usable_bytes
+from trainwright.planner.costs.known_updates import Update
 from trainwright.planner.costs.price import price
 from trainwright.planner.costs.simulate import Simulation
 from trainwright.planner.model.decode import Choice, decisions_from
@@ -321,14 +322,15 @@ def test_the_peak_is_that_of_two_whole_steps(monkeypatch, name, optimizer):
     module, peaks = sys.modules[Simulation.__module__], []
     run_step = module._step
 
-    def run_two_steps(executor, sources, optimizer, tracker, *others):
+    def run_two_steps(executor, sources, update, tracker, *others):
         for _ in range(2):
-            optimizer.zero_grad(set_to_none=True)
-            run_step(executor, sources, optimizer, tracker, *others)
+            update.optimizer.zero_grad(set_to_none=True)
+            run_step(executor, sources, update, tracker, *others)
             peaks.append(tracker.peak_bytes)
 
-    monkeypatch.setattr(module, "_warm_up", lambda *_: None)
+    monkeypatch.setattr(Update, "warm_up", lambda *_: None)
     monkeypatch.setattr(module, "_step", run_two_steps)
+    monkeypatch.setattr(place, "_updates", None)
     assert place.simulate(answer.decisions).peak_bytes == answer.simulation.peak_bytes
     assert peaks[0] < peaks[1], "the first step holds no states"
 

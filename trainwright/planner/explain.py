@@ -17,7 +17,7 @@ from ..program.plan_text import decisions_of
 from ..program.program import Program, Tensor
 from ..program.sampling import share_of
 from .costs.costs import OptimizerCost, cost_model
-from .costs.simulate import MakeOptimizer
+from .costs.known_updates import MakeOptimizer
 from .model.tied import find_tied
 from .pipeline.explain import explain_cuts
 from .plan import as_written, task_of

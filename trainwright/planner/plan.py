@@ -36,8 +36,9 @@ from .budget import budget_for
 from .compiled import check_compiled, simulated
 from .costs.costs import OptimizerCost
 from .costs.effects import NO_EFFECT, without_effect
+from .costs.known_updates import MakeOptimizer
 from .costs.price import Price
-from .costs.simulate import MakeOptimizer, Simulation, simulate, simulate_stage
+from .costs.simulate import Simulation, simulate, simulate_stage
 from .costs.units import size_text
 from .incumbent import Found
 from .pipeline.price import hops_of, price_stages, shared_by

@@ -18,7 +18,7 @@ from ..program.plan_text import decisions_of
 from ..program.program import Program
 from .budget import budget_for
 from .costs.costs import OptimizerCost
-from .costs.simulate import MakeOptimizer
+from .costs.known_updates import MakeOptimizer
 from .plan import make_plan, size_text, task_of
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -16,9 +16,10 @@ from ..program.program import Program
 from ..program.sampling import check_sampling
 from .budget import divisor_for, usable_bytes
 from .costs.costs import OptimizerCost, cost_model
+from .costs.known_updates import KnownUpdates, MakeOptimizer
 from .costs.price import Price, price
 from .costs.resting import room_of
-from .costs.simulate import MakeOptimizer, Simulation, simulate
+from .costs.simulate import Simulation, simulate
 from .meshes import mesh_shapes
 from .model.deadline import Deadline
 from .problem.build import build_problem
@@ -216,6 +217,7 @@ class Place:
     axes: tuple[MeshAxis, ...]
     _overlapped: tuple[Answer, Answer, Price] | None = field(default=None, init=False)
     """The last answer that was overlapped, and what came of it."""
+    _updates: KnownUpdates = field(default_factory=KnownUpdates, init=False)
 
     @property
     def shape(self) -> str:
@@ -251,7 +253,7 @@ class Place:
             rests = {"room_of": room, "moved": costs.resting.moved}
         return simulate(
             task.program, decisions, task.make_optimizer, target=target, timeline=timeline, num_threads=task.num_threads,
-            optimizer_cost=task.optimizer_cost, **rests,
+            optimizer_cost=task.optimizer_cost, known=self._updates, **rests,
         )  # fmt: skip
 
     def price(self, simulation: Simulation) -> Price:

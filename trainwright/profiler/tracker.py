@@ -15,7 +15,7 @@ import functools
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -48,6 +48,21 @@ class _Storage:
     path: str
     reference: Any
     """The weak reference whose callback removes the entry; it must live as long as the entry."""
+
+
+@dataclass
+class Excursion:
+    """How far a part of a step rises above what is alive where it begins."""
+
+    num_bytes: int = 0
+    leaves_nothing: bool = False
+    """True where at its end is alive what was at its beginning: only then it can be repeated."""
+    breakdown: dict[str, int] = field(default_factory=dict)
+    """The bytes by category, at its peak beyond those at its beginning."""
+    num_ops: int = 0
+    call: tuple[str, Any, str] = ("", None, "")
+    """Phase, op and module at its peak."""
+    workspace: int = 0
 
 
 class MemoryTracker(PlainDispatchMode):
@@ -174,6 +189,36 @@ class MemoryTracker(PlainDispatchMode):
         self.timeline = []
         self._changes, self._base = [], self._by_place()
         self._raise_peak(0, None)
+
+    @contextmanager
+    def excursion(self) -> Iterator[Excursion]:
+        """Follow what happens inside by itself too: how far it rises above what is alive where it begins, at which op.
+
+        Only where the timeline is not kept.
+        """
+        before = self._peak_call, self._peak_workspace, self._peak_op, self._saved_at_peak
+        peak_bytes, peak_breakdown = self.peak_bytes, self.peak_breakdown
+        live_bytes, by_category, num_ops = self.live_bytes, dict(self._by_category), self.num_ops
+        found = Excursion()
+        self.peak_bytes = 0
+        self._raise_peak(0, None)
+        yield found
+        found.leaves_nothing = self._by_category == by_category
+        found.num_bytes, found.num_ops = self.peak_bytes - live_bytes, self.num_ops - num_ops
+        found.breakdown = {name: size - by_category[name] for name, size in self.peak_breakdown.items()}
+        found.call, found.workspace = self._peak_call, self._peak_workspace
+        if peak_bytes >= self.peak_bytes:
+            self.peak_bytes, self.peak_breakdown = peak_bytes, peak_breakdown
+            self._peak_call, self._peak_workspace, self._peak_op, self._saved_at_peak = before
+
+    def repeat(self, known: Excursion) -> None:
+        """Count again what was followed once, at the top of what is alive now."""
+        self.num_ops += known.num_ops
+        if self.live_bytes + known.num_bytes > self.peak_bytes:
+            self.peak_bytes = self.live_bytes + known.num_bytes
+            self.peak_breakdown = {name: size + known.breakdown[name] for name, size in self._by_category.items()}
+            self._peak_call, self._peak_workspace = known.call, known.workspace
+            self._peak_op, self._saved_at_peak = self.num_ops, {}
 
     def take_peak(self) -> int:
         """Return the peak so far; the next one begins with what is alive now."""

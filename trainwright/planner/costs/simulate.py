@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,7 +19,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ...artifacts import MemoryPoint, UserError
+from ...artifacts import MemoryPoint
 from ...ops import find
 from ...profiler.saved import run_state
 from ...profiler.threads import threads
@@ -40,13 +40,10 @@ from ...rank.reshard import SimulatedCommunicator
 from ...rank.run_state import Call, RunState
 from ...rank.stage_actions import Action, Schedule, stage_actions
 from ...torch_internals.fakes import new_mode
-from ...torch_internals.private import VALUE_NEEDED
 from .costs import OptimizerCost, whole_pieces
+from .known_updates import KnownUpdates, MakeOptimizer, OtherGradientsError, Update
 from .resting import Room
 from .under_way import UnderWay
-
-MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
-"""A function from named parameters to their optimizer."""
 
 
 @dataclass
@@ -89,6 +86,7 @@ def simulate(
     counts: Mapping[str, list[int]] | None = None,
     room_of: Callable[[Executor], Room] | None = None,
     moved: Callable[[int], int] = int,
+    known: KnownUpdates | None = None,
 ) -> Simulation:
     """Simulate the step of the rank at `coords` (by default the first, which holds most) and track its memory.
 
@@ -98,11 +96,14 @@ def simulate(
     room_of: tells what a run on a tier holds at most of parameters that come, which depends on the tier's pace, and what each
     update under way holds (`under_way`): those parameters, their states and all gradients are not counted elsewhere.
     moved: tells the bytes that a transfer of so many bytes off the device moves; disks under direct I/O move whole pages.
+    known: what updates of this optimizer hold that were followed for other plans of this program.
     """
+    given = [program], decisions, make_optimizer, target, coords, timeline, optimizer_cost, counts, None, room_of, moved
     with threads(num_threads):
-        return _simulate(
-            [program], decisions, make_optimizer, target, coords, timeline, optimizer_cost, counts, None, room_of, moved
-        )
+        try:
+            return _simulate(*given, known)
+        except OtherGradientsError:
+            return _simulate(*given)
 
 
 def simulate_stage(
@@ -293,6 +294,7 @@ def _simulate(
     of_stage: _OfStage | None = None,
     room_of: Callable[[Executor], Room] | None = None,
     moved: Callable[[int], int] = int,
+    known: KnownUpdates | None = None,
 ) -> Simulation:
     communicator = SimulatedCommunicator(decisions.mesh, coords)
     communicator.counts = counts or {}
@@ -313,25 +315,28 @@ def _simulate(
     params = [value for tensor, value in sources.items() if tensor.role == "param"]
     tracker = MemoryTracker(target)
     # Calls alike in repeated blocks are followed once. What collectives and fetches bring is allocated, never written.
+    trained = [
+        (tensor.key, value) for tensor, value in sources.items() if tensor.role == "param" and value.requires_grad
+    ]
+    gathered = _Gathered.of([each.local for each in executors], optimizer_cost)
+    is_like_others = (
+        room is None and not timeline and not decisions.offloaded_states and not _looks_back(optimizer_cost)
+    )
     with KnownValues(mode, fills_memory=False):
-        optimizer = make_optimizer(
-            [(tensor.key, value) for tensor, value in sources.items() if tensor.role == "param" and value.requires_grad]
-        )
+        update = Update(make_optimizer, trained, tracker, gathered.step_bytes, known if is_like_others else None)
         with tracker:
             elsewhere = [] if room is None else [sources[tensor] for tensor in decisions.offloaded_params]
             tracker.watch(elsewhere, "input")
             tracker.watch([param for param in params if all(param is not away for away in elsewhere)], "param")
             tracker.watch([value for tensor, value in sources.items() if tensor.role == "buffer"], "buffer")
             tracker.watch([value for tensor, value in sources.items() if tensor.role in ("input", "const")], "input")
-            gathered = _Gathered.of([each.local for each in executors], optimizer_cost)
             state = torch.empty(gathered.state_bytes, dtype=torch.uint8)
             tracker.watch([state], "optimizer")
-            _hold_while_stepping(optimizer, gathered.step_bytes)
             states = CountingStore()
             # Found by the optimizer's step, as at run time.
             leaving = [sources[tensor] for tensor in decisions.offloaded_states if tensor in sources]
             away = StateOffload(states, leaving if room is None else [])
-            _warm_up(optimizer, tracker, [] if room is None else leaving)
+            update.warm_up([] if room is None else leaving)
             updates = None if room is None else UnderWay(room, sources)
             if room is not None:
                 tracker.hold(room.forward_values, "param")
@@ -341,12 +346,12 @@ def _simulate(
             communicator.num_bytes.clear()
             communicator.num_calls.clear()
             if of_stage is not None:
-                _stage_step(of_stage, executors, sources, optimizer, tracker, communicator)
+                _stage_step(of_stage, executors, sources, update, tracker, communicator)
                 _count_one_run(stores, of_stage.num_followed)
             elif program.num_runs == 1:
-                _step(executor, sources, optimizer, tracker, optimizer_cost, updates)
+                _step(executor, sources, update, tracker, optimizer_cost, updates)
             else:
-                _accumulated_step(executor, sources, optimizer, tracker, communicator)
+                _accumulated_step(executor, sources, update, tracker, communicator)
                 _count_one_run(stores, 2)
             del state
             away.close()
@@ -427,32 +432,10 @@ def fake_sources(local: LocalProgram, known: Mapping[Tensor, Any] | None = None)
     return sources
 
 
-def _hold_while_stepping(optimizer: torch.optim.Optimizer, num_bytes: int) -> None:
-    held: list[torch.Tensor] = []
-    optimizer.register_step_pre_hook(lambda *_: held.append(torch.empty(num_bytes, dtype=torch.uint8)))
-    optimizer.register_step_post_hook(lambda *_: held.clear())
-
-
-def _warm_up(optimizer: torch.optim.Optimizer, tracker: MemoryTracker, without: Sequence[torch.Tensor] = ()) -> None:
-    """Run one update with empty gradients, so that the optimizer's states exist, but those of `without`."""
-    for param in (param for group in optimizer.param_groups for param in group["params"]):
-        if all(param is not other for other in without):
-            param.grad = torch.empty_like(param)
-    with tracker.phase("update"):
-        try:
-            optimizer.step()
-        except VALUE_NEEDED:
-            raise UserError(
-                f"an optimizer that decides by shapes alone is needed to plan; {type(optimizer).__name__} reads the values "
-                "of its tensors; choose another, such as adamw or sgd"
-            ) from None
-    optimizer.zero_grad(set_to_none=True)
-
-
 def _accumulated_step(
     executor: Executor,
     sources: Mapping[Tensor, Any],
-    optimizer: torch.optim.Optimizer,
+    update: Update,
     tracker: MemoryTracker,
     communicator: SimulatedCommunicator,
 ) -> None:
@@ -473,8 +456,7 @@ def _accumulated_step(
             counted[kind] += (accumulator.num - 2) * (after[kind] - before[kind])
     with tracker.phase("backward"):
         loss.backward()
-    with tracker.phase("update"):
-        optimizer.step()
+    update.step()
     del outputs, loss
 
 
@@ -482,7 +464,7 @@ def _stage_step(
     of_stage: _OfStage,
     executors: Sequence[Executor],
     sources: Mapping[Tensor, Any],
-    optimizer: torch.optim.Optimizer,
+    update: Update,
     tracker: MemoryTracker,
     communicator: SimulatedCommunicator,
 ) -> None:
@@ -515,15 +497,14 @@ def _stage_step(
             each[kind] += left_out * num
     with tracker.phase("backward"):
         loss.backward()
-    with tracker.phase("update"):
-        optimizer.step()
+    update.step()
     del loss
 
 
 def _step(
     executor: Executor,
     sources: Mapping[Tensor, Any],
-    optimizer: torch.optim.Optimizer,
+    update: Update,
     tracker: MemoryTracker,
     cost: OptimizerCost | None,
     updates: UnderWay | None = None,
@@ -544,7 +525,8 @@ def _step(
                 tracker.hold(updates.room.backward_values - updates.room.forward_values, "param")
         with tracker.phase("backward"):
             if cost is not None and has_curvature:
-                _backward_with_curvature(loss, sources, optimizer, cost)
+                assert update.optimizer is not None
+                _backward_with_curvature(loss, sources, update.optimizer, cost)
             elif cost is not None and cost.output_copies:
                 del loss
                 outputs = loss = _backward_along(outputs, executor.local.program, cost)
@@ -552,9 +534,13 @@ def _step(
                 loss.backward()
         if updates is not None:
             updates.finish()
-    with tracker.phase("update"):
-        optimizer.step()
+    update.step()
     del outputs, loss
+
+
+def _looks_back(cost: OptimizerCost | None) -> bool:
+    """Return true for an optimizer whose update needs the graph: derivatives of gradients, or of outputs."""
+    return cost is not None and (cost.differentiates_twice or cost.output_copies > 0)
 
 
 def _backward_along(outputs: list[Any], program: Program, cost: OptimizerCost) -> list[torch.Tensor]:

@@ -26,7 +26,8 @@ from ...rank.local import build_local
 from ...rank.reshard import SimulatedCommunicator
 from ...rank.run_state import RunState
 from ...torch_internals.fakes import new_mode
-from .simulate import MakeOptimizer, Simulation, fake_sources, fuse_attention
+from .known_updates import MakeOptimizer
+from .simulate import Simulation, fake_sources, fuse_attention
 
 
 @dataclass

@@ -1,0 +1,101 @@
+"""What an update holds is followed once for all plans with the same parts: every simulation is as if it were not known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.builders import tiny_program
+from tests.plans import random_decisions
+from trainwright import optim
+from trainwright.planner.costs.known_updates import KnownUpdates, OtherGradientsError, Update
+from trainwright.planner.costs.simulate import Simulation, simulate
+from trainwright.profiler.tracker import MemoryTracker, Target
+
+MESH = (2, 2)
+
+
+def seen(found: Simulation) -> tuple[Any, ...]:
+    return found.peak_bytes, found.peak_at, found.breakdown, found.comm_bytes, found.comm_calls, found.num_calls
+
+
+@pytest.mark.parametrize("target", ["cpu", "gpu"])
+@pytest.mark.parametrize(
+    ("name", "model"), [("adamw", "gpt2-tiny"), ("lion", "gpt2-tiny"), ("adam8bit", "resnet-tiny")]
+)
+def test_a_simulation_is_the_same_whether_its_update_is_known(name: str, model: str, target: Target) -> None:
+    program, known = tiny_program(model), KnownUpdates()
+
+    def make(params):
+        return optim.create(name, params)
+
+    for seed in (0, 1):
+        drawn = random_decisions(program, MESH, seed)
+        kept = replace(drawn, recomputed=frozenset())
+        for decisions in (drawn, kept):
+            alone = simulate(program, decisions, make, target=target)
+            assert seen(simulate(program, decisions, make, target=target, known=known)) == seen(alone)
+    assert len(known.steps) == len(known.state_bytes) == 2
+
+
+def test_the_optimizer_is_made_once_for_plans_with_the_same_parts() -> None:
+    program, known, made = tiny_program("gpt2-tiny"), KnownUpdates(), []
+    decisions = random_decisions(program, MESH, 0)
+    for _ in range(3):
+        simulate(program, decisions, lambda params: made.append(1) or optim.create("adamw", params), known=known)  # type: ignore[func-returns-value]
+    assert len(made) == 1
+
+
+class Sometimes(torch.optim.SGD):
+    """Holds twice as much in a step where a gradient is missing, and something for good from its third step on."""
+
+    num_steps = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        Sometimes.num_steps += 1
+        params = [param for group in self.param_groups for param in group["params"]]
+        grads = [param.grad for param in params if param.grad is not None]
+        held = [torch.empty(1000 * (1 + len(params) - len(grads))) for _ in grads]
+        if Sometimes.num_steps > 2:
+            self.state[params[0]]["more"] = torch.empty(10)
+        del held
+
+
+def updated(known: KnownUpdates | None, has_gradient: bool) -> MemoryTracker:
+    params = [(name, nn.Parameter(torch.zeros(3))) for name in "ab"]
+    tracker = MemoryTracker()
+    with tracker:
+        update = Update(Sometimes, params, tracker, known=known)  # type: ignore[arg-type]
+        update.warm_up()
+        tracker.reset_peak()
+        params[0][1].grad = torch.zeros(3)
+        if has_gradient:
+            params[1][1].grad = torch.zeros(3)
+        update.step()
+    return tracker
+
+
+def test_gradients_that_were_not_seen_are_simulated_anew() -> None:
+    def make_sometimes(known: KnownUpdates | None, has_gradient: bool) -> MemoryTracker:
+        Sometimes.num_steps = 0
+        return updated(known, has_gradient)
+
+    known = KnownUpdates()
+    expected = [make_sometimes(None, has_gradient).peak_bytes for has_gradient in (True, False)]
+    assert expected[0] != expected[1]
+    assert make_sometimes(known, True).peak_bytes == expected[0]
+    assert make_sometimes(known, True).peak_bytes == expected[0]
+    with pytest.raises(OtherGradientsError):
+        make_sometimes(known, False)
+
+
+def test_a_step_that_leaves_something_is_not_repeated() -> None:
+    known = KnownUpdates()
+    Sometimes.num_steps = 1
+    updated(known, True)
+    assert known.state_bytes
+    assert not known.steps
