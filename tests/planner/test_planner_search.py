@@ -157,7 +157,13 @@ def test_an_encoder_with_a_decoder_on_two_axes_is_planned_no_slower_than_by_a_re
     (place,) = task(build_program(capture(*zoo.build("t5-tiny"))), "2x2xh100").places
     smallest = place.solver.smallest(place.settings("fsdp"))  # `joint` has plans below it
     place.task.budget_bytes = int(budget_for(smallest.simulation.peak_bytes) * times)
-    joint, fsdp = solve_on(place, "joint"), solve_on(place, "fsdp")
+    found = []
+    for recipe in ("joint", "fsdp"):
+        place.task.deadline = Deadline(
+            place.task.time_limit_s, clock_s=math.inf
+        )  # a busy machine has the same question
+        found.append(solve_on(place, recipe))
+    joint, fsdp = found
     assert joint.simulation.peak_bytes <= place.task.budget_bytes
     assert place.overlapped(joint)[1].step_s <= place.overlapped(fsdp)[1].step_s * (1 + stages.GAP)
 

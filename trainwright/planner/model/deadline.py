@@ -75,9 +75,10 @@ class Deadline:
     True
     """
 
-    def __init__(self, seconds: float = math.inf) -> None:
+    def __init__(self, seconds: float = math.inf, clock_s: float | None = None) -> None:
+        """Begin a question of so many seconds of work; clock_s: as many by the wall clock, if not as many as of work."""
         self.seconds, self._began = seconds, time.perf_counter()
-        self._question = _Question(self._began + seconds)
+        self._question = _Question(self._began + (seconds if clock_s is None else clock_s))
         self._until_s, self._afresh_until = seconds, -math.inf
         self.pace = Pace()
         """The pace of branch and bound, by the solves before."""

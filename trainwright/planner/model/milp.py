@@ -21,10 +21,11 @@ MIB = 2.0**20
 INFINITY = math.inf
 Progress = Callable[[float, float], None]
 """Called as (best objective, bound)."""
-_PIVOT_S, _PIVOT_ENTRY_S = 8e-6, 0.9e-9
-"""The work of a pivot of the simplex method in a relaxation, and of each coefficient of the model in it."""
-_WARM_ENTRY_S = 20e-9
-"""The work of each coefficient before the first pivot of a relaxation that is solved again: its basis is factorised."""
+_PIVOT_S, _PIVOT_ENTRY_S, _PIVOT_PAIR_S = 5e-6, 0.6e-9, 1.2e-12
+"""The work of a pivot of the simplex method in a relaxation, and of each coefficient of the model and each pair of rows in it."""
+_WARM_ENTRY_S = 230e-9
+"""The work of each coefficient before the first pivot of a relaxation that is solved again: its basis is factorised, and the
+weights by which pivots are chosen are computed anew."""
 _NODE_PIVOT_S, _NODE_PIVOT_ENTRY_S = 150e-6, 0.5e-9
 """The work of a pivot in branch and bound, with the cuts, the heuristics and the propagation that go with it."""
 _BEGIN_ENTRY_S = 0.8e-6
@@ -185,9 +186,12 @@ class Model:
         return _read(highs, relaxed, scale)
 
     def _work(self, relaxed: bool, pace: Pace) -> _Work:
-        pivot_s, entry_s = (_PIVOT_S, _PIVOT_ENTRY_S) if relaxed else (_NODE_PIVOT_S, _NODE_PIVOT_ENTRY_S)
         size = len(self.coefficients)
-        return _Work(_BEGIN_ENTRY_S * size, pivot_s + entry_s * size, pace)
+        if relaxed:
+            pivot_s = _PIVOT_S + _PIVOT_ENTRY_S * size + _PIVOT_PAIR_S * self.num_rows**2
+        else:
+            pivot_s = _NODE_PIVOT_S + _NODE_PIVOT_ENTRY_S * size
+        return _Work(_BEGIN_ENTRY_S * size, pivot_s, pace)
 
     def _pass(
         self, relaxed: bool, fixed: Mapping[int, float], cost: Mapping[int, float] | None, scale: float = 1.0
