@@ -24,7 +24,7 @@ _Parts = tuple[object, ...]
 
 
 class OtherGradientsError(Exception):
-    """The states of an update are known, and it was not followed with such gradients: simulate without `KnownUpdates`."""
+    """The states of an update are known, and it was not followed with such gradients; simulate again, which follows it."""
 
 
 @dataclass(eq=False)
@@ -66,8 +66,7 @@ class Update:
             return
         before = self._tracker.live_breakdown["optimizer"]
         _warm_up(self.optimizer, self._tracker, without)
-        if self._known is not None:
-            self._known.state_bytes[self._parts] = self._tracker.live_breakdown["optimizer"] - before
+        self._state_bytes = self._tracker.live_breakdown["optimizer"] - before
 
     def step(self) -> None:
         """Count the update; `OtherGradientsError` where it is neither known with such gradients nor can be followed."""
@@ -80,11 +79,14 @@ class Update:
             if key in self._known.steps:
                 self._tracker.repeat(self._known.steps[key])
             elif self.optimizer is None:
+                del self._known.state_bytes[self._parts]
                 raise OtherGradientsError
             else:
                 with self._tracker.excursion() as found:
                     self.optimizer.step()
                 if found.leaves_nothing:
+                    assert self._state_bytes is not None
+                    self._known.state_bytes[self._parts] = self._state_bytes
                     self._known.steps[key] = found
 
 

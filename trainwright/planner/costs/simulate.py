@@ -103,7 +103,7 @@ def simulate(
         try:
             return _simulate(*given, known)
         except OtherGradientsError:
-            return _simulate(*given)
+            return _simulate(*given, known)
 
 
 def simulate_stage(
@@ -314,7 +314,6 @@ def _simulate(
             del sources[tensor]  # it comes with each micro-batch
     params = [value for tensor, value in sources.items() if tensor.role == "param"]
     tracker = MemoryTracker(target)
-    # Calls alike in repeated blocks are followed once. What collectives and fetches bring is allocated, never written.
     trained = [
         (tensor.key, value) for tensor, value in sources.items() if tensor.role == "param" and value.requires_grad
     ]
@@ -322,6 +321,7 @@ def _simulate(
     is_like_others = (
         room is None and not timeline and not decisions.offloaded_states and not _looks_back(optimizer_cost)
     )
+    # Calls alike in repeated blocks are followed once. What collectives and fetches bring is allocated, never written.
     with KnownValues(mode, fills_memory=False):
         update = Update(make_optimizer, trained, tracker, gathered.step_bytes, known if is_like_others else None)
         with tracker:
@@ -337,7 +337,7 @@ def _simulate(
             leaving = [sources[tensor] for tensor in decisions.offloaded_states if tensor in sources]
             away = StateOffload(states, leaving if room is None else [])
             update.warm_up([] if room is None else leaving)
-            updates = None if room is None else UnderWay(room, sources)
+            under_way = None if room is None else UnderWay(room, sources)
             if room is not None:
                 tracker.hold(room.forward_values, "param")
             tracker.reset_peak()
@@ -349,7 +349,7 @@ def _simulate(
                 _stage_step(of_stage, executors, sources, update, tracker, communicator)
                 _count_one_run(stores, of_stage.num_followed)
             elif program.num_runs == 1:
-                _step(executor, sources, update, tracker, optimizer_cost, updates)
+                _step(executor, sources, update, tracker, optimizer_cost, under_way)
             else:
                 _accumulated_step(executor, sources, update, tracker, communicator)
                 _count_one_run(stores, 2)
@@ -507,7 +507,7 @@ def _step(
     update: Update,
     tracker: MemoryTracker,
     cost: OptimizerCost | None,
-    updates: UnderWay | None = None,
+    under_way: UnderWay | None = None,
 ) -> None:
     """Run the step whose peak is predicted; the caller holds the outputs until the update is done.
 
@@ -521,8 +521,8 @@ def _step(
             outputs = executor.run(sources, state)
             loss = outputs[executor.local.program.captured.loss_index]
             tracker.mark_forward_end()
-            if updates is not None:  # values stay for their update from the backward on
-                tracker.hold(updates.room.backward_values - updates.room.forward_values, "param")
+            if under_way is not None:  # values stay for their update from the backward on
+                tracker.hold(under_way.room.backward_values - under_way.room.forward_values, "param")
         with tracker.phase("backward"):
             if cost is not None and has_curvature:
                 assert update.optimizer is not None
@@ -532,8 +532,8 @@ def _step(
                 outputs = loss = _backward_along(outputs, executor.local.program, cost)
             else:
                 loss.backward()
-        if updates is not None:
-            updates.finish()
+        if under_way is not None:
+            under_way.finish()
     update.step()
     del outputs, loss
 
