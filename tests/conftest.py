@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -39,6 +40,14 @@ def pytest_configure(config: pytest.Config) -> None:
     presets = importlib.import_module("trainwright.hardware.presets")
     presets.num_cores = lambda: 2
     presets.machine.cpu_flags = lambda: frozenset({"avx512f", "avx512_bf16"})
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Let a run end whose worker has died."""
+    from tests.scheduler import Files
+
+    return Files(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_collection() -> None:
