@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import os
 import runpy
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -255,6 +258,8 @@ CALLS: dict[str, Callable[[Tensor], Any]] = {
     "argmax": lambda x: x.argmax(),
     "norm": lambda x: x.norm(),
     "norm of a dim": lambda x: x.norm(dim=1),
+    "norm by torch": lambda x: torch.norm(x) + torch.norm(x, 1),
+    "norm kept": lambda x: torch.norm(x, keepdim=True),
     "topk": lambda x: x.topk(2, 1)[0],
     "sort": lambda x: x.sort()[1],
     "cumsum": lambda x: x.cumsum(0),
@@ -320,6 +325,31 @@ def test_a_call_gives_each_model_what_it_has_alone(name: str) -> None:
     found = CALLS[name](fusion.Fused(raw.clone()))
     for at in range(3):
         torch.testing.assert_close(found.raw[at], CALLS[name](raw[at].clone()), rtol=1e-12, atol=1e-12)
+
+
+def test_what_torch_takes_for_a_tensor_has_the_memory_of_one() -> None:
+    """Its C++ asks `isinstance` and reads the memory: whether a base may be a number, it asks the tensor's number of dims."""
+    script = (
+        "import torch; from trainwright import fusion\n"
+        "for x in [fusion.Fused(torch.ones(2, 3)) for _ in range(2000)]: torch.pow(x, 3.0)"
+    )
+    environment = os.environ | {
+        "PYTHONMALLOC": "malloc",
+        "MALLOC_PERTURB_": "90",
+    }  # memory that is let go is overwritten
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_number_is_taken_of_what_all_models_share() -> None:
+    assert torch.full((2,), fusion.Fused(torch.tensor([3.0, 3.0]))).tolist() == [3.0, 3.0]
+    with pytest.raises(UserError, match=r"a value that all models share is needed.*3\.0, 4\.0"):
+        torch.full((2,), fusion.Fused(torch.tensor([3.0, 4.0])))
+
+
+def test_a_function_that_does_not_ask_for_the_class_is_refused() -> None:
+    with pytest.raises(UserError, match=r"aten\.detach.* was called by one that does not.*unfused="):
+        torch.tensor(fusion.Fused(torch.ones(2, 3)))
 
 
 VIEWS = [

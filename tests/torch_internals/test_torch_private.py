@@ -80,6 +80,18 @@ def test_tensors_that_share_memory_have_equal_storages():
     assert private.storage_of(x) == private.storage_of(x[1:]) != private.storage_of(x.clone()), RELEASE
 
 
+def test_a_tensor_without_storage_is_one_to_torch_and_hands_over_what_is_asked_of_it():
+    class Four(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            assert (func, type(args[0])) == (aten._local_scalar_dense.default, cls), RELEASE
+            return 4.0
+
+    four = private.without_storage(Four, torch.Size([]), torch.float64, torch.device("cpu"))
+    assert (type(four), four.shape, four.dtype, four.requires_grad) == (Four, (), torch.float64, False), RELEASE
+    assert torch.full((2,), four).tolist() == [4.0, 4.0], RELEASE
+
+
 def test_values_that_fakes_lack_are_asked_for_by_name():
     with new_mode(), pytest.raises(private.VALUE_NEEDED):
         torch.ones(3).nonzero().shape[0] and torch.ones(()).item()

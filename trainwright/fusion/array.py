@@ -16,21 +16,27 @@ import torch
 from torch import Tensor
 
 from ..artifacts import UserError
+from ..torch_internals.private import without_storage
 
 Rule = Callable[..., Any]
 rules: dict[Any, Rule] = {}
 """By torch function (`torch.nn.functional.linear`, `torch.Tensor.view`, …): what it does to fused arguments."""
 
 
-class Fused:
+class Fused(Tensor):
     """A tensor of each of B models; `raw` [B, …] holds them, and what the model sees is the shape without B.
 
-    It stands in for a tensor: torch functions and methods take it, and `isinstance(x, torch.Tensor)` is true. Values cannot be
-    read as one number unless all models have the same (`UserError`): a branch on them would part the models.
+    It stands in for a tensor: torch functions and methods take it. Values cannot be read as one number unless all models have
+    the same (`UserError`): a branch on them would part the models.
     """
 
-    __slots__ = ("__weakref__", "raw")
-    __class__ = Tensor  # type: ignore[assignment]  # models ask isinstance(x, Tensor)
+    raw: Tensor
+
+    # A class of its own that only passed for a tensor (`__class__`) would do in Python, but torch's C++ asks `isinstance` too,
+    # and reads the memory of what it takes for a tensor: `torch.pow(x, 3.0)` does, to see whether x is a number.
+    @staticmethod
+    def __new__(cls, raw: Tensor) -> Fused:
+        return without_storage(cls, raw.shape[1:], raw.dtype, raw.device)
 
     def __init__(self, raw: Tensor) -> None:
         self.raw = raw
@@ -39,16 +45,17 @@ class Fused:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return dispatch(func, args, kwargs or {})
 
-    def __getattr__(self, name: str) -> Any:
-        """A tensor's method, or what a property of it is."""
-        found = getattr(Tensor, name)
-        if callable(found):
-            return lambda *args, **kwargs: dispatch(found, (self, *args), kwargs)
-        return dispatch(found.__get__, (self,), {})
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """What C++ does with a fused tensor that it was handed among plain arguments."""
+        if func is torch.ops.aten._local_scalar_dense.default:  # a number is taken of it
+            return _agreed(args[0])
+        raise UserError(
+            f"functions that ask their arguments' class (__torch_function__) are needed for several models at once; {func} was "
+            "called by one that does not; name the module in fuse(unfused=[…])"
+        )
 
-    @property
-    def shape(self) -> torch.Size:
-        return self.raw.shape[1:]
+    shape = property(lambda self: self.raw.shape[1:])  # type: ignore[assignment]
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
@@ -65,6 +72,8 @@ class Fused:
     nelement = numel
 
     def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a 0-d tensor")
         return self.shape[0]
 
     dtype = property(lambda self: self.raw.dtype)
@@ -107,7 +116,7 @@ class Fused:
     def __format__(self, how: str) -> str:
         return repr(self)
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return f"Fused({len(self.raw)} models, {list(self.shape)}, {self.dtype})"
 
     def __hash__(self) -> int:
@@ -158,7 +167,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def is_fused(value: Any) -> bool:
-    """Tell whether `value` is a `Fused` (isinstance tells nothing: it passes for a tensor)."""
+    """Tell whether `value` is a `Fused`."""
     return type(value) is Fused
 
 

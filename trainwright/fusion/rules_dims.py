@@ -76,10 +76,7 @@ def _reduction(func: Any, name: str) -> Callable[..., Any]:
         rest = {key: value for key, value in kwargs.items() if value is not None or key not in _KEYS}
         if of_all:
             flat = raw.reshape(raw.shape[0], -1)
-            power = {"ord": args[1] if len(args) > 1 else rest.pop("p", 2)} if name == "norm" else {}
-            return Fused(
-                torch.linalg.vector_norm(flat, **power, dim=1) if name == "norm" else func(flat, dim=1, **rest)
-            )
+            return _norm_of_all(flat, *args[1:], **rest) if name == "norm" else Fused(func(flat, dim=1, **rest))
         return Fused(
             func(raw, dim=tuple(range(1, raw.dim())), **rest)
             if raw.dim() > 1
@@ -87,6 +84,13 @@ def _reduction(func: Any, name: str) -> Callable[..., Any]:
         )
 
     return run
+
+
+def _norm_of_all(flat: Tensor, p: Any = "fro", **others: Any) -> Any:
+    """Return each model's norm of all its elements, of which the Frobenius norm is the Euclidean one."""
+    if p == "nuc" or any(others.values()):
+        return NotImplemented
+    return Fused(torch.linalg.vector_norm(flat, 2 if p == "fro" else p, dim=1))
 
 
 def _says_dim(kwargs: dict[str, Any]) -> bool:

@@ -335,6 +335,11 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
+def without_storage(kind: Any, shape: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """Return a tensor of the class `kind` that has a shape and no values: its `__torch_dispatch__` is given what is asked of it."""
+    return torch.Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)
+
+
 def dtensor_like(local: torch.Tensor, like: Any) -> Any:
     """Return this rank's part `local` as a `DTensor` of the layout of `like`, outside of autograd.
 
