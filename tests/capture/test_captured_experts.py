@@ -15,7 +15,7 @@ from trainwright.capture.export import Captured, capture
 from trainwright.capture.stored import NotStorable, as_data, from_data
 from trainwright.ops.experts import EXPERTS, GATES
 
-QUICK = ("mixtral", "gpt_oss", "deepseek_v3", "llama4")
+QUICK = ("gpt_oss", "deepseek_v3")
 """A loop's plain form; biases and interleaved halves; biased and grouped routing; scaled inputs."""
 
 

@@ -59,7 +59,7 @@ def test_every_column_has_bounds(name, hardware, offload, way) -> None:
 
 
 @pytest.mark.parametrize("way", ["none", "buckets", "ahead"])
-@pytest.mark.parametrize(("name", "hardware", "offload"), PLACES)
+@pytest.mark.parametrize(("name", "hardware", "offload"), slow_but([PLACES[0], *PLACES[3:]], PLACES))
 def test_no_memory_is_free_in_what_rows_take_off(name, hardware, offload, way) -> None:
     """The rows take off what is released; a column of it that no row holds from above would be as large as the solver likes."""
     model, _, _, memory = known_solver(name, hardware, offload).travelling(way).full()

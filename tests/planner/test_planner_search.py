@@ -20,6 +20,7 @@ import pytest
 import trainwright as tw
 from benchmarks.planner.places import place_of
 from tests.builders import blocks_program, deep_program, peaks, task, tiny_program
+from tests.grids import slow_but
 from trainwright.capture.export import capture
 from trainwright.models import zoo
 from trainwright.planner import best_first, ways
@@ -396,7 +397,7 @@ def test_a_search_that_fell_below_what_is_fast_enough_goes_up_again(place, monke
         assert 2 < len(aims) <= 1 + search.effort.corrections
 
 
-@pytest.mark.parametrize("share", [0.9, 1.3])
+@pytest.mark.parametrize("share", slow_but([0.9], [0.9, 1.3]))
 def test_the_smallest_plan_is_the_same_for_every_budget(share):
     """So that asking again, with the budget that a refusal names, finds it again."""
     (free,) = task(deep_program(), "2xh100").places

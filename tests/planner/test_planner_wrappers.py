@@ -14,7 +14,7 @@ BAR = 0.02
     params=[
         pytest.param(("ddp", "llama-256"), marks=pytest.mark.slow), ("fsdp", "llama-256"),
         pytest.param(("megatron", "llama-256"), marks=pytest.mark.slow),
-        ("ddp", "gpt2-256"), pytest.param(("fsdp", "gpt2-256"), marks=pytest.mark.slow),
+        pytest.param(("ddp", "gpt2-256"), marks=pytest.mark.slow), pytest.param(("fsdp", "gpt2-256"), marks=pytest.mark.slow),
     ],
     ids="-".join,
 )  # fmt: skip

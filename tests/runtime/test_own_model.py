@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import trainwright as tw
 from tests import own_model_cases
+from tests.grids import slow_but
 from tests.pool import Pool
 from trainwright.artifacts import UserError
 from trainwright.capture.call import call_model, loss_of
@@ -150,7 +151,11 @@ def planned(form: str, solver: str, micro_batches: int = 1) -> str:
 
 
 @pytest.mark.parametrize(
-    ("form", "solver", "micro_batches"), [("tuple", "fsdp", 1), ("dict", "joint", 1), ("tuple", "megatron", 2)]
+    ("form", "solver", "micro_batches"),
+    slow_but(
+        [("dict", "joint", 1), ("tuple", "megatron", 2)],
+        [("tuple", "fsdp", 1), ("dict", "joint", 1), ("tuple", "megatron", 2)],
+    ),
 )
 def test_planned_training_equals_the_loop_that_anybody_would_write(
     pool2: Pool, form: str, solver: str, micro_batches: int

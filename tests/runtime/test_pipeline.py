@@ -99,7 +99,7 @@ def test_four_ranks_compute_what_one_process_does(pool4: Pool, options: dict[str
     "options",
     [
         pytest.param(case(num_micro=8, recompute=True), marks=pytest.mark.slow),
-        case(num_micro=8, recompute=True, layers=4, depth="zero-bubble"),
+        pytest.param(case(num_micro=8, recompute=True, layers=4, depth="zero-bubble"), marks=pytest.mark.slow),
         pytest.param(case(num_micro=8, layers=4, depth="interleaved2", seed=1), marks=pytest.mark.slow),
         case(num_micro=8, recompute=True, offload=0.7, seed=1),
         pytest.param(case(num_micro=8, layers=4, depth="zero-bubble", offload=0.9, seed=2), marks=pytest.mark.slow),
@@ -175,7 +175,7 @@ def test_dropout_draws_what_it_draws_without_stages(pool2: Pool) -> None:
             r"rank 0 hung: it has been at step 0 in the forward.*waiting: rank 1 in take activation 1 from rank 0",
             marks=pytest.mark.slow,
         ),
-        ("killed", r"rank 0 of 2 was ended by SIGKILL"),
+        pytest.param("killed", r"rank 0 of 2 was ended by SIGKILL", marks=pytest.mark.slow),
     ],
     ids=["dropped", "swapped", "slow", "killed"],
 )

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.grids import slow_but
 from tests.pool import Pool
 from trainwright.artifacts import UserError
 from trainwright.numerics.norms import total_norm
@@ -260,7 +261,10 @@ def test_the_bound_of_the_last_iterate_holds_and_equals_its_formula() -> None:
         assert bound == pytest.approx(bound_by_hand(lrs, norms, float(np.linalg.norm(start - other))), rel=1e-12)
 
 
-@pytest.mark.parametrize("norms", [[1.0] * 20, list(np.linspace(5, 1, 20)), list(np.linspace(1, 4, 20))])
+NORMS = [[1.0] * 20, list(np.linspace(5, 1, 20)), list(np.linspace(1, 4, 20))]
+
+
+@pytest.mark.parametrize("norms", slow_but(NORMS[1:2], NORMS))
 def test_no_other_schedule_has_a_lower_bound(norms: list[float]) -> None:
     def best(factors: Any) -> float:
         """The bound on the point behind the last step, with the best multiple of a schedule at D = 1."""
