@@ -16,7 +16,7 @@ from trainwright.capture.stored import NotStorable, as_data, from_data
 from trainwright.ops.experts import EXPERTS, GATES
 
 QUICK = ("gpt_oss", "deepseek_v3")
-"""A loop's plain form; biases and interleaved halves; biased and grouped routing; scaled inputs."""
+"""Biases and interleaved halves; biased and grouped routing. A loop's plain form and scaled inputs join them in the full grid."""
 
 
 def _num_experts(captured: Captured) -> int:
