@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..artifacts import UserError, needed
+from ..torch_internals.dtypes import default_dtype
 
 __all__ = ["build", "names", "parse_dtype", "table"]
 
@@ -60,7 +61,7 @@ def build(
             raise UserError(f"a {option} of 1 or more is needed; got {size}; leave it out for the default")
     made = _config(record, config, seq_len)
     torch.manual_seed(seed)
-    with _default_dtype(parse_dtype(dtype)), _quiet(), torch.device(device):
+    with default_dtype(parse_dtype(dtype)), _quiet(), torch.device(device):  # a conversion afterwards would hold both
         model = _construct(record, made)
         batch = record.kind.batch(made, batch_size or record.batch_size, seq_len or record.seq_len, device)
     return model.train(), _of_dtype(batch, parse_dtype(dtype))
@@ -545,17 +546,6 @@ _TABLE: tuple[_Record, ...] = (
     ),
     _Record("resnet-50", _RESNET, {"num_labels": 1000}, 64),
 )
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Construct in the type that is wanted: a conversion afterwards would hold both."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 @contextmanager

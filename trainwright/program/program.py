@@ -15,6 +15,7 @@ import torch.fx as fx
 from ..capture.export import Captured
 from ..ops import Call, Dims, Signature, TensorSpec, find, signature_of
 from ..ops.registry import unknown_signature
+from ..torch_internals.dtypes import may_have_gradient
 from .blocks import Region, RegionClass, classify, find_regions
 from .discover import discovered
 from .factors import Factor, leaves, unify, whole
@@ -262,7 +263,7 @@ class _Builder:
         differentiable = find(call.name).differentiable and any(tensor.requires_grad for tensor in inputs)
         for tensor in outputs:
             tensor.producer = op
-            tensor.requires_grad = differentiable and tensor.dtype.is_floating_point
+            tensor.requires_grad = differentiable and may_have_gradient(tensor.dtype)
         for tensor in inputs:
             tensor.consumers.append(op)
         self.ops.append(op)

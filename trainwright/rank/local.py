@@ -333,9 +333,10 @@ def _unless_empty(op: Op, function: Callable[..., Any], outputs: Sequence[Value]
     if exchanges or any(name in op.signature.joint for dims in op.signature.outputs for dim in dims for name in dim):
         return function  # others have parts of this very loop, and wait for this rank's share (batch norm's statistics)
     many, followed = isinstance(op.node.meta["val"], (tuple, list)), _followed(op)
+    empty = [(shape, value.tensor.dtype) for shape, value in zip(shapes, outputs)]
 
     def nothing(*args: Any, **kwargs: Any) -> Any:
-        results = Nothing.apply(shapes, followed, *tensors_in((args, kwargs)))
+        results = Nothing.apply(empty, followed, *tensors_in((args, kwargs)))
         return results if many else results[0]
 
     return nothing

@@ -22,6 +22,7 @@ from torch.autograd.graph import get_gradient_edge
 from ..program.layout import local_shape
 from ..program.program import Tensor as ProgramTensor
 from ..program.stages import Stage
+from ..torch_internals.dtypes import in_precision
 from .accumulate import Accumulator, Observer, OpenStep, Sources, handed_over
 from .execute import Executor
 from .run_state import RunState
@@ -100,8 +101,8 @@ class Piece:
         """Return shape and dtype of this rank's part of a tensor, in the layout of `value`."""
         layout, communicator = self.local.values[value].layout, self.local.communicator
         shape = local_shape(tensor.shape, tensor.slots, layout, communicator.mesh, communicator.coords)
-        lifted = self.stage.program.lifted if tensor.dtype.is_floating_point else None
-        return shape, lifted or tensor.dtype
+        lifted = self.stage.program.lifted
+        return shape, tensor.dtype if lifted is None else in_precision(tensor.dtype, lifted)
 
 
 class PipelineRunner:

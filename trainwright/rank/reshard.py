@@ -19,6 +19,7 @@ from ..ops.expert_limits import Limit
 from ..ops.local import Rows
 from ..program.layout import Slot, chunk, local_shape, local_sizes, slots_in_order
 from ..program.transition import Step
+from ..torch_internals.dtypes import in_precision, may_have_gradient
 from .travel import issued_step
 
 
@@ -166,6 +167,7 @@ class Route:
         return x.permute(self._back) if self._back else x
 
     def _in_order(self, x: Tensor) -> Tensor:
+        x = x.resolve_conj()  # a conjugate is a mark on a view, which what sends its memory does not see
         return x.permute(self._there) if self._there else x
 
     def _run_step(self, step: Step, x: Tensor) -> Tensor:
@@ -200,7 +202,7 @@ class Route:
         start, stop = chunk(x.shape[1], self.communicator.mesh[step.axis], self.communicator.coords[step.axis])
         part = x.narrow(1, start, stop - start)
         # A copy, so that the whole can be freed; integers are never big enough to matter.
-        part = part.clone(memory_format=torch.contiguous_format) if x.is_floating_point() else part
+        part = part.clone(memory_format=torch.contiguous_format) if may_have_gradient(x.dtype) else part
         return part.reshape(shape)
 
     def before_gather(self, x: Tensor, step: Step | None = None) -> Tensor:
@@ -309,7 +311,7 @@ def reshard(x: Tensor, forward: Route, backward: Route) -> Tensor:
 
 
 class Nothing(torch.autograd.Function):
-    """Returns empty results of given shapes; the gradients of all operands are zero.
+    """Returns empty results of given shapes and dtypes, in the operands' precision; the gradients of all operands are zero.
 
     followed: for each result, whether it requires a gradient on the ranks that compute it. If it does not there, it
     must not here either: its readers would issue collectives in the backward that no other rank issues.
@@ -317,11 +319,12 @@ class Nothing(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, shapes: Sequence[Sequence[int]], followed: Sequence[bool], *tensors: Tensor
+        ctx: Any, shapes: Sequence[tuple[Sequence[int], torch.dtype]], followed: Sequence[bool], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.like = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
-        model = next(tensor for tensor in tensors if tensor.is_floating_point())
-        results = tuple(model.new_zeros(shape) for shape in shapes)
+        model = next(tensor for tensor in tensors if may_have_gradient(tensor.dtype))
+        precision = model.dtype.to_real()
+        results = tuple(model.new_zeros(shape, dtype=in_precision(dtype, precision)) for shape, dtype in shapes)
         ctx.mark_non_differentiable(*(result for result, follow in zip(results, followed) if not follow))
         return results
 
@@ -329,7 +332,7 @@ class Nothing(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         wanted = ctx.needs_input_grad[2:]
         if torch.is_grad_enabled():  # what is differentiated again goes through these zeros, as it does on other ranks
-            shapes = [shape for shape, _, _ in ctx.like]
+            shapes = [(shape, dtype) for shape, dtype, _ in ctx.like]
             return (
                 None,
                 None,

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from ...torch_internals import private
+from ...torch_internals.dtypes import may_have_gradient
 from ...torch_internals.repeats import RepeatedCalls
 
 aten = torch.ops.aten
@@ -170,7 +171,7 @@ def needing_gradient(graph: fx.Graph) -> set[fx.Node]:
 
     def stops(node: fx.Node) -> bool:
         fake = node.meta.get("val")
-        return is_call(node, "detach") or (isinstance(fake, Tensor) and not _differentiable(fake))
+        return is_call(node, "detach") or (isinstance(fake, Tensor) and not may_have_gradient(fake.dtype))
 
     return reached_from(graph, trainable(graph), stops)
 
@@ -178,10 +179,6 @@ def needing_gradient(graph: fx.Graph) -> set[fx.Node]:
 def trainable(graph: fx.Graph) -> list[fx.Node]:
     """Return the placeholders whose value requires a gradient."""
     return [node for node in graph.nodes if node.op == "placeholder" and node.meta.get("requires_grad")]
-
-
-def _differentiable(fake: Tensor) -> bool:
-    return fake.is_floating_point() or fake.is_complex()
 
 
 def mutated_placeholders(graph: fx.Graph) -> set[fx.Node]:

@@ -129,8 +129,12 @@ class Draws:
 
 
 def changes(after: Tensors, before: Tensors) -> dict[str, Tensor]:
-    """Return the difference `after` − `before` of each tensor, in float64."""
-    return {name: value.double() - before[name].double() for name, value in after.items()}
+    """Return the difference `after` − `before` of each tensor, in double precision."""
+    return {name: _in_double(value) - _in_double(before[name]) for name, value in after.items()}
+
+
+def _in_double(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def output_errors(found: Tensors, reference: Tensors) -> dict[str, float]:
@@ -146,7 +150,7 @@ def _floor(tensors: Iterable[Tensor]) -> float:
     """Return the smallest root mean square that a tensor is compared to."""
     held = list(tensors)
     total = sum(tensor.numel() for tensor in held)
-    norm = math.sqrt(sum(float(tensor.double().norm()) ** 2 for tensor in held))
+    norm = math.sqrt(sum(float(_in_double(tensor).norm()) ** 2 for tensor in held))
     return FLOOR * norm / math.sqrt(max(1, total))
 
 

@@ -22,6 +22,7 @@ from ...rank.execute import Executor
 from ...rank.local import build_local
 from ...rank.reshard import SimulatedCommunicator
 from ...rank.run_state import RunState
+from ...torch_internals.dtypes import default_dtype, in_precision
 from ...torch_internals.private import flatten_batch
 from ..module import LossOutput, plan_batch
 
@@ -89,6 +90,11 @@ class Exact(Reference):
         lift_dtypes(program)
         return program
 
+    def step(self) -> Step:
+        """Run forward and backward, and return their results."""
+        with default_dtype(torch.float64):
+            return super().step()
+
     def _loss(self) -> Tensor:
         loss: Tensor = self._run(self._training)[self._training.captured.loss_index]
         return loss
@@ -98,7 +104,7 @@ class Exact(Reference):
         program = self._evaluation
         if isinstance(program, UserError):
             raise program
-        with torch.no_grad():
+        with torch.no_grad(), default_dtype(torch.float64):
             flat = self._run(program)
         output = program.captured.rebuild(flat)
         return outputs_of(LossOutput(flat[program.captured.loss_index], output) if self._has_loss_fn else output)
@@ -159,9 +165,12 @@ class _NoDropout(TorchFunctionMode):
 
 
 def as_double(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
-    """Return model and batch with their floating-point tensors in float64; the model is converted in place."""
+    """Return model and batch with their floating-point and complex tensors in double precision; the model is converted in place."""
+    lift = lambda leaf: leaf.to(in_precision(leaf.dtype, torch.float64)) if isinstance(leaf, Tensor) else leaf  # noqa: E731
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_complex():  # which `Module.double` leaves
+            tensor.data = lift(tensor.data)
     named, rebuild = flatten_batch(as_batch(batch))
-    lift = lambda leaf: leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf  # noqa: E731
     return model.double(), rebuild([lift(leaf) for _, leaf in named])
 
 

@@ -26,6 +26,7 @@ from ...program.micro_batches import capture_step
 from ...program.plan_text import decisions_of
 from ...program.program import Program
 from ...program.sampling import sampled_params
+from ...torch_internals.dtypes import default_dtype, in_precision
 from ..batch import to_device
 from ..module import DTYPES, ParallelModule, _check_ranks, full_gradients, full_state_dict, plan_batch
 from ..pipe import check_stages
@@ -204,16 +205,18 @@ class _Parallel:
         self.module = ParallelModule(model, plan, program, decisions, None, seed, loss_fn is not None)
         self.module.train()
         self.module.use_dropout = False
+        self._dtype = torch.float64 if lifted else torch.get_default_dtype()
         self._part = plan.shard_batch(as_batch(batch))
         self._sampled = sampled_params(program, decisions.splits)
         self.draws: Draws | None = None
         """The comparison of the gradients that the plan estimates, once `step` was called; None where it estimates none."""
 
     def step(self) -> Step:
-        if self._sampled:
-            self._draw()
-        loss = find_loss(self._output())
-        loss.backward()
+        with default_dtype(self._dtype):
+            if self._sampled:
+                self._draw()
+            loss = find_loss(self._output())
+            loss.backward()
         buffers = self._of_all_stages({name: buffer.detach().clone() for name, buffer in self.module.named_buffers()})
         return Step(float(loss.detach()), _on_host(full_gradients(self.module)), _on_host(buffers))
 
@@ -245,7 +248,7 @@ class _Parallel:
     def evaluate(self) -> Tensors:
         """Return loss and whole outputs in evaluation mode."""
         self.module.eval()
-        with torch.no_grad():
+        with torch.no_grad(), default_dtype(self._dtype):
             found = outputs_of(self._output())
         whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in found.items()}
         return _on_host(self._of_all_stages(whole))
@@ -281,8 +284,8 @@ def _program(plan: Plan, model: nn.Module, loss_fn: Any, lifted: bool) -> tuple[
 
 
 def _double_entry(entry: BatchEntry) -> BatchEntry:
-    is_float = getattr(torch, entry.dtype).is_floating_point
-    return entry.model_copy(update={"dtype": "float64"}) if is_float else entry
+    dtype = in_precision(getattr(torch, entry.dtype), torch.float64)
+    return entry.model_copy(update={"dtype": str(dtype).removeprefix("torch.")})
 
 
 @dataclass(frozen=True)
