@@ -93,7 +93,7 @@ def movedim(call: Call) -> Signature:
     return builder.build([dims], [tuple(dims[axis] for axis in order)])
 
 
-@rule("unsqueeze", "squeeze", "alias", "detach", "detach_", "view_as_real", "lift_fresh", kind="view")
+@rule("unsqueeze", "squeeze", "alias", "detach", "detach_", "lift_fresh", kind="view")
 def same_order(call: Call) -> Signature:
     """Dims of size 1 come and go; the others keep their order."""
     builder = SignatureBuilder()
@@ -102,6 +102,16 @@ def same_order(call: Call) -> Signature:
     dims = [next(names) if size != 1 else () for size in shape]
     kept = iter(dim for dim in dims if dim)
     return builder.build([tuple(dims)], [tuple(next(kept, ()) if size != 1 else () for size in out)])
+
+
+@rule("view_as_real", "view_as_complex", kind="view")
+def pairs_of_parts(call: Call) -> Signature:
+    """The real and the imaginary part, along the last dim of the real tensor, stay together."""
+    builder = SignatureBuilder()
+    is_made = call.name == "view_as_complex"
+    dims = same_dims((call.outputs if is_made else call.inputs)[0].shape, builder)
+    parts = (*dims, builder.loop("part", 2, whole=True))
+    return builder.build([parts if is_made else dims], [dims if is_made else parts])
 
 
 @rule("expand", "broadcast_to", "expand_copy", kind="view", localize=local_size(1, "size"))
@@ -229,6 +239,8 @@ def stack(call: Call) -> Signature:
 @rule(
     "flip",
     "roll",
+    "fft_fftshift",
+    "fft_ifftshift",
     "tril",
     "triu",
     "cumsum",
@@ -258,13 +270,30 @@ def along_dims(call: Call) -> Signature:
     return builder.build([ins, *(builder.opaque(f"e{i}_", s.shape) for i, s in enumerate(call.inputs[1:]))], outs)
 
 
+_TRANSFORMS = [
+    f"fft_{inverse}{kind}fft{num}" for kind in ("", "r", "h") for inverse in ("", "i") for num in ("", "2", "n")
+]
+
+
+@rule(*_TRANSFORMS)
+def fourier_transform(call: Call) -> Signature | None:
+    """As `flip`, with a decision of its own."""
+    return along_dims(call)
+
+
 def _touched_dims(call: Call, rank: int) -> set[int]:
+    if call.name in _TRANSFORMS and call.name[-1] in "2n":
+        sizes = call.arg(1, "s")
+        last = range(-2 if call.name[-1] == "2" else -rank if sizes is None else -len(sizes), 0)
+        found = call.arg(2, "dim")
+        return {axis % rank for axis in (last if found is None else found)}
     if call.name in ("tril", "triu"):
         return {rank - 2, rank - 1}
     position = {"flip": (1, "dims"), "roll": (2, "dims"), "diff": (2, "dim"), "topk": (2, "dim")}
+    position |= dict.fromkeys(_TRANSFORMS, (2, "dim"))
     found = call.arg(*position.get(call.name, (1, "dim")))
     if found is None or isinstance(found, bool) or found == []:
-        found = list(range(rank)) if call.name == "roll" else -1
+        found = list(range(rank)) if call.name in ("roll", "fft_fftshift", "fft_ifftshift") else -1
     return {axis % rank for axis in ([found] if isinstance(found, int) else found)} if rank else set()
 
 
