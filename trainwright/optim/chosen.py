@@ -134,14 +134,20 @@ def choose(
     checked = checked_options(entry, given)
     if form is not None and form not in FORMS:
         raise UserError(f"a form of the optimizer's step is needed, one of {', '.join(FORMS)}; got {form!r}; try fused")
-    chosen = entry.with_options(form or default_form(entry, device), **checked)
+    complex_param = None if model is None else _complex_param(model)
+    if form == "fused" and complex_param is not None and _is_of_torch(entry):
+        raise UserError(
+            f"real parameters are needed for the fused form of torch's {entry.name}; {complex_param} is complex; take the form loop"
+        )
+    chosen = entry.with_options(form or default_form(entry, device, complex_param is not None), **checked)
     return Chosen(chosen, checked, groups_of(chosen, model) if grouped and model is not None else ())
 
 
-def default_form(entry: OptimizerRecord, device: str = "cpu") -> str:
+def default_form(entry: OptimizerRecord, device: str = "cpu", has_complex: bool = False) -> str:
     """Return the form in which a plan runs an optimizer unless told: `foreach`, which holds the most, is not that.
 
-    8-bit methods and FRUGAL have their single pass on CPUs alone; on a GPU they take the next form.
+    8-bit methods and FRUGAL have their single pass on CPUs alone; on a GPU they take the next form. torch's fused kernels take no
+    complex parameters.
 
     >>> from trainwright.optim import record
     >>> default_form(record("adamw")), default_form(record("adamax")), default_form(record("frugal"), "gpu")
@@ -149,7 +155,17 @@ def default_form(entry: OptimizerRecord, device: str = "cpu") -> str:
     """
     if device == "gpu" and issubclass(entry.cls, EightBit | FRUGAL):
         return entry.forms[-1]
-    return next(form for form in entry.forms if form != "foreach")
+    left_out = ("foreach", "fused") if has_complex and _is_of_torch(entry) else ("foreach",)
+    return next(form for form in entry.forms if form not in left_out)
+
+
+def _is_of_torch(entry: OptimizerRecord) -> bool:
+    return entry.cls.__module__.startswith("torch.")
+
+
+def _complex_param(model: nn.Module) -> str | None:
+    """The name of the first complex parameter; None where there is none."""
+    return next((name for name, param in model.named_parameters() if param.is_complex()), None)
 
 
 def groups_of(entry: OptimizerRecord, model: nn.Module) -> tuple[OptimizerGroup, ...]:
