@@ -12,7 +12,7 @@ from trainwright.hardware import resolve
 from trainwright.ops.flops import bytes_moved
 from trainwright.profiler import op_seconds, profile
 from trainwright.profiler.caching import CachingAllocator
-from trainwright.profiler.kernels.gpu_workspace import operand_copies
+from trainwright.profiler.kernels.workspace_native import operand_copies
 
 aten = torch.ops.aten
 A100 = resolve("a100").device

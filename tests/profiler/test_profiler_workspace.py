@@ -122,6 +122,30 @@ REDUCED = [
     (aten.scatter.src, B, 0, INDEX, B),
 ]
 
+EXPANDED = torch.ones(()).expand(40, 50)
+PRODUCTS = [
+    (aten.mm.default, strided(12, 8), floats(8, 5)),
+    (aten.mm.default, strided(12, 8).t(), floats(12, 5)),
+    (aten.mm.default, floats(12, 8)[:, :4], floats(8, 5)[:4]),
+    (aten.mm.default, EXPANDED.t(), floats(40, 7)),
+    (aten.mv.default, strided(12, 8), floats(8)),
+    (aten.addmm.default, floats(5), strided(12, 8), floats(8, 5)),
+    (aten.bmm.default, strided(3, 4, 5), floats(3, 5, 6)),
+    (aten.bmm.default, strided(3, 40, 50), floats(3, 50, 60)),
+    (aten.bmm.default, floats(3, 50, 40).mT, floats(3, 50, 60)),
+    (aten.baddbmm.default, floats(3, 40, 60), EXPANDED.expand(3, 40, 50), floats(3, 50, 60)),
+]
+WAVES, SPECTRA = floats(12, 8, dtype=torch.cfloat), floats(3, 40, 50, dtype=torch.cfloat)
+CONJUGATES = [
+    (aten.mm.default, WAVES.conj(), floats(8, 5, dtype=torch.cfloat)),
+    (aten.mm.default, WAVES.t().conj(), WAVES.conj()),
+    (aten.bmm.default, SPECTRA.conj(), floats(3, 50, 60, dtype=torch.cfloat)),
+    (aten.bmm.default, SPECTRA.mT, SPECTRA.conj()),
+    (aten.mul.Tensor, WAVES.conj(), WAVES),
+    (aten._fft_c2r.default, SPECTRA.conj(), [2], 2, 98),
+    (aten.clone.default, WAVES.conj()),
+    (aten.transpose.int, WAVES.conj(), 0, 1),
+]
 GRID = floats(2, 5, 5, 2).tanh()
 UNWRITTEN = [
     (aten._trilinear.default, floats(20, 16), floats(4, 16, 16), floats(20, 16), [1, 3], [0], [1, 2], [2, 3]),
@@ -148,7 +172,9 @@ UNWRITTEN = [
 ]
 
 
-@pytest.mark.parametrize("call", [*ELEMENTWISE, *COPIES, *REDUCED, *UNWRITTEN], ids=lambda call: str(call[0]))
+@pytest.mark.parametrize(
+    "call", [*ELEMENTWISE, *COPIES, *REDUCED, *PRODUCTS, *CONJUGATES, *UNWRITTEN], ids=lambda call: str(call[0])
+)
 def test_native_kernels(call):
     assert predicted(*call) == pytest.approx(taken(*call), abs=SCALARS_BYTES)
 

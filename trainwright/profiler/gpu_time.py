@@ -24,7 +24,7 @@ from ..artifacts import Device
 from ..artifacts.cluster import AttentionRate
 from ..ops.flops import bytes_moved
 from ..ops.kernels import Kernel, skips_half
-from .kernels.gpu_workspace import operand_copies
+from .kernels.workspace_native import operand_copies
 
 Direction = Literal["forward", "backward"]
 # Tile sizes of cuBLAS's kernels, and what the smaller ones reach of the largest: fitted to transformers-bert and timm.

@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .workspace_native import operand_copies
+
 aten = torch.ops.aten
 Arguments = tuple[Any, ...]
 _TO_32_BITS = (torch.float16, torch.bfloat16, torch.float32)
@@ -165,25 +167,6 @@ def _product(args: Arguments, out: Any) -> int:
 
 def _biased_product(args: Arguments, out: Any) -> int:
     return operand_copies(args[1:3])
-
-
-def operand_copies(operands: Sequence[Tensor]) -> int:
-    """Return the bytes of the contiguous copies that a product makes first of those operands that cuBLAS cannot read.
-
-    cuBLAS reads a matrix whose rows or columns are contiguous and do not overlap, at any distance from each other.
-
-    >>> grad = torch.ones((), dtype=torch.half).expand(8, 6)  # as the backward of a sum makes it
-    >>> operand_copies([grad, torch.ones(6, 4)[:, :2]])
-    96
-    """
-    return sum(_num_bytes(operand) for operand in operands if not _is_readable(operand))
-
-
-def _is_readable(matrix: Tensor) -> bool:
-    if matrix.dim() < 2 or 0 in matrix.shape:
-        return True
-    (rows, columns), (down, across) = matrix.shape[-2:], matrix.stride()[-2:]
-    return (across == 1 and down >= max(1, columns)) or (down == 1 and across >= max(1, rows))
 
 
 def _channels_last_copies(tensors: Sequence[Tensor | None]) -> int:

@@ -22,7 +22,7 @@ from ...torch_internals.trees import tensors_in
 from .probe import probe as make_call
 from .workspace_attention import attention_backward_bytes, attention_bytes
 from .workspace_convolution import checked, convolution_backward_bytes, convolution_bytes
-from .workspace_native import Estimate, estimate_of, is_reduced
+from .workspace_native import Estimate, conjugated_bytes, estimate_of, is_reduced
 from .workspace_recurrent import lstm_backward_bytes, lstm_bytes, lstm_kept_bytes
 
 aten = torch.ops.aten
@@ -40,15 +40,16 @@ def workspace_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
     True
     """
     estimate, is_private = _known(func)
+    copied = 0 if func in _TAKE_CONJUGATES or getattr(func, "is_view", False) else conjugated_bytes(args)
     if is_private is None and estimate is None:
-        return 0
+        return copied
     if probe and is_private is not None and (is_private or any(map(is_reduced, tensors_in(args)))):
         found = make_call(func, args, kwargs, out)
         if found is not None:
-            return max(0, found.workspace_bytes)
+            return copied + max(0, found.workspace_bytes)
         if func in _CONVOLUTIONS and estimate is not None:
             return max(0, checked(func, estimate, args, out))
-    return 0 if estimate is None else max(0, estimate(args, out))
+    return copied if estimate is None else copied + max(0, estimate(args, out))
 
 
 def output_bytes(func: Any, args: tuple[Any, ...], out: Any, *, probe: bool = True) -> dict[int, int]:
@@ -74,6 +75,10 @@ _ATTENTION: dict[Any, Estimate] = {
 }
 _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten._grouped_mm.default)
 """Matrix products, which oneDNN runs in bf16 and fp16."""
+_TAKE_CONJUGATES = (
+    *_PRODUCTS, aten.mv.default, aten.clone.default, aten.copy_.default, aten._to_copy.default, aten.empty_like.default,
+)  # fmt: skip
+"""Ops that read conjugates as they are, or whose copies of them have a formula, beside views."""
 _UNWRITTEN = (
     aten.max_pool2d_with_indices.default,
     aten.max_pool2d_with_indices_backward.default,
@@ -137,5 +142,5 @@ def _known(func: Any) -> tuple[Estimate | None, bool | None]:
     if func in _ONEDNN or func in _UNWRITTEN:
         return _ONEDNN.get(func), True
     if func in _ATTENTION or func in _PRODUCTS:
-        return _ATTENTION.get(func), False
+        return _ATTENTION.get(func) or estimate_of(func), False
     return estimate_of(func), None

@@ -3,6 +3,8 @@
     elementwise, mixed dtypes  a cast copy of each operand whose dtype is not the common one
     softmax, norms, pooling    a contiguous copy of each operand that is not contiguous
     reductions of bf16, fp16   a copy of the operand in fp32
+    products                   a contiguous copy of each operand that BLAS cannot read
+    others, of conjugates      a copy of each
 
 Each entry was found by running the kernel under the allocator's records; `tests/profiler/test_profiler_workspace.py` does so
 again. Scalars (a Python number becomes a tensor of 8 bytes, and its cast of 4) are left out.
@@ -22,6 +24,8 @@ Estimate = Callable[[Arguments, Any], int]
 _REDUCED = (torch.bfloat16, torch.float16)
 _FP32_BYTES = 4
 _INDEX_BYTES = 8
+_SMALL_PRODUCT = 400
+"""A batched product of fewer multiplications runs in a loop of its own."""
 
 
 def num_bytes(tensor: Tensor) -> int:
@@ -79,6 +83,52 @@ def _true_division(args: Arguments, out: Any) -> int:
 
 def _where(args: Arguments, out: Any) -> int:
     return elementwise_bytes(args[1:], out)
+
+
+def operand_copies(operands: Sequence[Tensor]) -> int:
+    """Return the bytes of the contiguous copies that a product makes first of those operands that BLAS, or cuBLAS, cannot read.
+
+    They read a matrix whose rows or columns are contiguous and do not overlap, at any distance from each other.
+
+    >>> grad = torch.ones((), dtype=torch.half).expand(8, 6)  # as the backward of a sum makes it
+    >>> operand_copies([grad, torch.ones(6, 4)[:, :2]])
+    96
+    """
+    return sum(num_bytes(operand) for operand in operands if not _is_readable(operand))
+
+
+def _is_readable(matrix: Tensor) -> bool:
+    if matrix.dim() < 2 or 0 in matrix.shape:
+        return True
+    (rows, columns), (down, across) = matrix.shape[-2:], matrix.stride()[-2:]
+    by_rows = across == 1 and down >= max(1, columns) and not matrix.is_conj()  # BLAS conjugates what it transposes
+    return by_rows or (down == 1 and across >= max(1, rows))
+
+
+def _product(args: Arguments, out: Tensor) -> int:
+    return operand_copies(args[:2])
+
+
+def _batched_product(args: Arguments, out: Tensor) -> int:
+    """One matrix is copied at a time; a product of few numbers needs no BLAS."""
+    is_small = out.shape[1] * out.shape[2] * args[0].shape[2] < _SMALL_PRODUCT
+    copied = (
+        0 if is_small else operand_copies([each for each in args[:2] if not each.is_conj()]) // max(1, out.shape[0])
+    )
+    return copied + conjugated_bytes(args[:2])
+
+
+def conjugated_bytes(operands: Sequence[Any]) -> int:
+    """Return the bytes of the operands that are conjugates of what lies in memory, which most kernels copy first.
+
+    >>> conjugated_bytes([torch.ones(3, dtype=torch.cfloat).conj(), torch.ones(3)])
+    24
+    """
+    return sum(num_bytes(each) for each in operands if isinstance(each, Tensor) and each.is_conj())
+
+
+def _with_bias(product: Estimate) -> Estimate:
+    return lambda args, out: product(args[1:], out)
 
 
 def _copies(*positions: int) -> Estimate:
@@ -234,6 +284,11 @@ ESTIMATES: dict[Any, Estimate] = {
     aten.mean.default: _in_fp32,
     aten.mean.dim: _in_fp32,
     aten.cumsum.default: _cumulative,
+    aten.mm.default: _product,
+    aten.mv.default: _product,
+    aten.addmm.default: _with_bias(_product),
+    aten.bmm.default: _batched_product,
+    aten.baddbmm.default: _with_bias(_batched_product),
     aten.gather.default: _result_in_fp32,
     aten.scatter_add.default: _target_in_fp32,
     aten.scatter_add_.default: _target_in_fp32,
