@@ -446,6 +446,50 @@ def build_inline(**_: Any) -> tuple[nn.Module, Any]:
     return Inline(), {"x": torch.randn(4, 6, 5), "y": torch.randn(4, 6, 5)}
 
 
+class Spectral(nn.Module):
+    """Complex numbers: transforms of real tensors, complex weights, and positions as rotations."""
+
+    def __init__(self, size: int = 8, modes: int = 3) -> None:
+        super().__init__()
+        self.modes, self.inner = modes, nn.Linear(size, size)
+        self.weight = nn.Parameter(torch.randn(size, size, modes, dtype=torch.cfloat) * 0.2)
+        self.mixed, self.outer = nn.Linear(size, size), nn.Linear(size, 4)
+        angles = torch.outer(torch.arange(6.0), torch.tensor([1.0, 0.5, 0.2, 0.1]))
+        self.register_buffer("rotation", torch.polar(torch.ones_like(angles), angles))
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        hidden = self.inner(x)
+        pairs = torch.view_as_complex(hidden.unflatten(-1, (-1, 2)))
+        hidden = torch.view_as_real(pairs * self.rotation).flatten(-2)
+        spectrum = torch.fft.rfft(hidden, dim=1)
+        kept = torch.einsum("bki,iok->bko", spectrum[:, : self.modes], self.weight)
+        hidden = hidden + F.gelu(torch.fft.irfft(kept.conj(), n=x.shape[1], dim=1))
+        hidden = hidden + torch.fft.fft2(self.mixed(hidden), dim=(1, 2)).real
+        return ((self.outer(hidden) - target) ** 2).mean()
+
+
+def build_spectral() -> tuple[nn.Module, Any]:
+    return Spectral(), {"x": torch.randn(4, 6, 8), "target": torch.randn(4, 6, 4)}
+
+
+class Timed(nn.Module):
+    """Floats made of integers: timesteps as waves, without a float in the call that makes them."""
+
+    def __init__(self, size: int = 8) -> None:
+        super().__init__()
+        self.time, self.inner, self.outer = nn.Linear(2 * size, size), nn.Linear(4, size), nn.Linear(size, 4)
+        self.size = size
+
+    def forward(self, x: Tensor, step: Tensor) -> Tensor:
+        waves = step[:, None] * torch.exp(-torch.arange(self.size) * 0.5)
+        share = self.time(torch.cat([waves.sin(), waves.cos()], -1)).sigmoid()
+        return (self.outer(torch.relu(self.inner(x)) * share) - x / (step[:, None] / 10 + 1)).square().mean()
+
+
+def build_timed() -> tuple[nn.Module, Any]:
+    return Timed(), {"x": torch.randn(4, 4), "step": torch.randint(0, 100, (4,))}
+
+
 GOOD = (
     build_inline,
     build_graph,
@@ -464,4 +508,6 @@ GOOD = (
     build_transformer,
     build_group,
     build_checkpointed,
+    build_spectral,
+    build_timed,
 )
