@@ -6,6 +6,7 @@ rederived from what, and that the solver finds the best of all.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping
@@ -67,6 +68,13 @@ class Piece:
         return 0.0 if is_done else needed
 
 
+_OF_THE_SHARDING = (
+    "_num_paid", "_copies_bytes", "_summed_bytes", "_brought_back_bytes", "_there_and_back_s", "_again_s", "_size", "_size_of",
+    "_first_reader", "_present_bytes", "_converted", "_grads_in", "_waiting", "_read_by", "_passing", "_want_bytes",
+)  # fmt: skip
+"""What depends on the sharding alone; it is worked out once for all plans."""
+
+
 class Oracle:
     """All plans of one sharding of a small problem."""
 
@@ -84,6 +92,8 @@ class Oracle:
         self.wants = {use: self._wants(use) for use in problem.uses}
         self.shared = {*shared, *(key for key in self.read_twice() if self._native(self._uses(key[0])[0]) == key[1][0])}
         self.changed = [(use, want) for use in problem.uses for want in self.wants[use] if self._native(use) != want[0]]
+        for name in _OF_THE_SHARDING:
+            setattr(self, name, functools.cache(getattr(self, name)))
 
     def plans(self) -> Iterator[tuple[float, float]]:
         """Yield (seconds, peak bytes) of every way to keep and rederive."""
@@ -254,19 +264,23 @@ class Oracle:
 
     def seconds(self, fate: Fate) -> float:
         """Add up one step."""
-        costs = self.problem.costs
         total = sum(decision.option_s(self.options[decision]) for decision in self.problem.decisions)
         for use in self.problem.uses:
-            native, tensor = self._native(use), use.source.tensor
             for want in self.wants[use]:
-                back = want[1] if use.tensor.requires_grad else native
-                there_s, back_s = costs.edge_s(tensor, native, want[0], back)
-                total += self._num_paid(use, want) * (there_s + back_s)
-                again_s = costs.move_s(tensor, native, want[0]) + RERUN_EPSILON_S
-                total += fate.converts.get((use, want), 0) * again_s
+                total += self._num_paid(use, want) * sum(self._there_and_back_s(use, want))
+                total += fate.converts.get((use, want), 0) * self._again_s(use, want)
         for decision, count in fate.reruns.items():
             total += count * (decision.rerun_s[self.options[decision]] + RERUN_EPSILON_S)
         return total + self._transfer_s(fate) + self._states_s(fate)
+
+    def _there_and_back_s(self, use: Use, want: Want) -> tuple[float, float]:
+        """What a change of layout takes in the forward and in the backward."""
+        native = self._native(use)
+        back = want[1] if use.tensor.requires_grad else native
+        return self.problem.costs.edge_s(use.source.tensor, native, want[0], back)
+
+    def _again_s(self, use: Use, want: Want) -> float:
+        return self.problem.costs.move_s(use.source.tensor, self._native(use), want[0]) + RERUN_EPSILON_S
 
     def _states_s(self, fate: Fate) -> float:
         """What moving optimizer states in and out, one after the other, adds to the update."""
@@ -294,13 +308,11 @@ class Oracle:
             backward_s += decision.count * (decision.backward_s[option] + decision.inner_comm_s[option][1])
             backward_s += fate.reruns.get(decision, 0) * (decision.rerun_s[option] + RERUN_EPSILON_S)
         for use in self.problem.uses:
-            native, tensor = self._native(use), use.source.tensor
             for want in self.wants[use]:
-                back = want[1] if use.tensor.requires_grad else native
-                there_s, back_s = self.problem.costs.edge_s(tensor, native, want[0], back)
-                again_s = self.problem.costs.move_s(tensor, native, want[0]) + RERUN_EPSILON_S
+                there_s, back_s = self._there_and_back_s(use, want)
+                again_s = fate.converts.get((use, want), 0) * self._again_s(use, want)
                 forward_s += self._num_paid(use, want) * there_s
-                backward_s += self._num_paid(use, want) * back_s + fate.converts.get((use, want), 0) * again_s
+                backward_s += self._num_paid(use, want) * back_s + again_s
         num = sum(fate.leaves.values())
         moved = sum(self._leaving_bytes(key) * count for key, count in fate.leaves.items())
         out_s = moved / tier.write_bytes_per_s + num * tier.latency_s
@@ -332,9 +344,10 @@ class Oracle:
         static = self.problem.static_bytes + sum(d.count * (d.rest_bytes[at[d]] + d.state_bytes[at[d]]) for d in params)
         static -= sum(self._state_bytes(param) * num for param, num in fate.states.items())
         moments = [self._update_bytes(fate) + self._window_bytes(fate)]
+        pieces = list(self._pieces(fate))
         for decision in self.problem.groups:
-            moments.append(self._forward_bytes(fate, decision))
-            moments += [self._backward_bytes(fate, decision, member) for member in (0, decision.count - 1)]
+            moments.append(self._forward_bytes(fate, pieces, decision))
+            moments += [self._backward_bytes(fate, pieces, decision, member) for member in (0, decision.count - 1)]
         return static + max(moments)
 
     def _update_bytes(self, fate: Fate) -> float:
@@ -371,22 +384,31 @@ class Oracle:
                 yield Piece(
                     decision, members, {here: inner * num}, here, inner, False, here, inner * away / len(members)
                 )
-        for use in self.problem.uses:
-            copies = [want for other, want in self.changed if other is use]
-            if copies:
-                yield self._copies(fate, use, copies)
+        for use in dict.fromkeys(use for use, _ in self.changed):
+            yield self._copies(fate, use)
 
-    def _copies(self, fate: Fate, use: Use, wants: list[Want]) -> Piece:
-        sizes = {want: self.problem.costs.block_bytes(use.source.tensor, want[0]) for want in wants}
+    def _copies(self, fate: Fate, use: Use) -> Piece:
+        converted = self._converted(use)
         made: dict[int, float] = {}
-        for want in wants:
-            first = min(d.position for d in use.demands if any(want in found for found in d.wants)) + 1
-            staying = fate.copies.get((use, want), 0) - fate.leaves.get((use, want), 0)
-            made[first] = made.get(first, 0.0) + sizes[want] * staying
+        away = 0.0
+        for want, (size, first) in converted.items():
+            leaving = fate.leaves.get((use, want), 0)
+            made[first] = made.get(first, 0.0) + size * (fate.copies.get((use, want), 0) - leaving)
+            away += size * leaving / use.count
         readers = [d.position for d in use.demands if any(d.saves)] or [0]
-        needed = sum(sizes[w] for w in wants if _is_saved(use, w))
-        away = sum(sizes[want] * fate.leaves.get((use, want), 0) for want in wants) / use.count
+        needed = sum(size for want, (size, _) in converted.items() if _is_saved(use, want))
         return Piece(use, use.members, made, min(readers), needed, False, max(readers), away)
+
+    def _converted(self, use: Use) -> dict[Want, tuple[int, int]]:
+        """Return each want that asks for another layout, with the size of a copy and from which group on it is there."""
+        return {
+            want: (
+                self.problem.costs.block_bytes(use.source.tensor, want[0]),
+                min(d.position for d in use.demands if any(want in found for found in d.wants)) + 1,
+            )
+            for other, want in self.changed
+            if other is use
+        }
 
     def _first_reader(self, stored: Stored) -> int:
         inside = [d.position for use in stored.uses if use.inside for d in use.demands if any(d.saves)]
@@ -402,11 +424,11 @@ class Oracle:
                 needed = max(needed, self._size_of(use))
         return needed
 
-    def _backward_bytes(self, fate: Fate, decision: Decision, member: int) -> float:
+    def _backward_bytes(self, fate: Fate, pieces: list[Piece], decision: Decision, member: int) -> float:
         position, own = decision.group.index, decision.region_class
         region = own.members[member].index
-        total = self._momentary_bytes(fate, decision)
-        for piece in self._pieces(fate):
+        total = self._momentary_bytes(fate, pieces, decision)
+        for piece in pieces:
             if piece.owner.region_class is own and not piece.passed_on:
                 total += piece.own_bytes(member, position, own.multiplicity)
             else:
@@ -418,6 +440,11 @@ class Oracle:
         total += self._in_flight_bytes(fate, decision) + self._back_again_bytes(fate, decision, region)
         total += sum(self._size_of(use) for use in self._waiting(decision))
         total += self._summed_bytes(region, position)
+        return total + self._grads_in(region, position)
+
+    def _grads_in(self, region: int, position: int) -> float:
+        """What gradients of parameters that are there already take."""
+        total = 0.0
         for param in self.problem.params:
             if param.tied[0].requires_grad:
                 readers = [use for use in self.problem.uses if use.source.decision is param]
@@ -430,26 +457,26 @@ class Oracle:
                 total += num * param.rest_bytes[self.options[param]]
         return total
 
-    def _momentary_bytes(self, fate: Fate, decision: Decision) -> float:
+    def _momentary_bytes(self, fate: Fate, pieces: list[Piece], decision: Decision) -> float:
         """The most that kernels, changes of their gradients' layouts, or the reruns before them hold."""
         option = self.options[decision]
         moments = [decision.transient_bytes[option]]
         if brought_back := self._brought_back_bytes(decision):
-            moments.append(decision.made_bytes[option] + brought_back - self._released_bytes(fate, decision))
+            moments.append(decision.made_bytes[option] + brought_back - self._released_bytes(pieces, decision))
         of_class = [other for other in self.problem.groups if other.region_class is decision.region_class]
         for other in of_class if decision is of_class[-1] else ():
             share = fate.reruns.get(other, 0) / other.count
             moments.append(decision.given_bytes[option] + share * other.rerun_bytes[self.options[other]])
         return float(max(moments))
 
-    def _released_bytes(self, fate: Fate, decision: Decision) -> float:
+    def _released_bytes(self, pieces: list[Piece], decision: Decision) -> float:
         """Return the bytes that a group of one op saved and has released once its gradients are made."""
         if sum(op.kind != "view" for op in decision.group.ops) > 1:
             return 0.0
         ends = {0, decision.region_class.multiplicity - 1}
         return sum(
             piece.needed_bytes
-            for piece in self._pieces(fate)
+            for piece in pieces
             if piece.owner.region_class is decision.region_class and not piece.passed_on
             if piece.last == decision.group.index and ends <= {*piece.members}
         )
@@ -503,11 +530,11 @@ class Oracle:
         own = [want for want in self.wants[use] if (use.source, want) not in self.shared]
         return sum(self.problem.costs.change_bytes(use.source.tensor, want[1], due) for want in own)
 
-    def _forward_bytes(self, fate: Fate, decision: Decision) -> float:
+    def _forward_bytes(self, fate: Fate, pieces: list[Piece], decision: Decision) -> float:
         own, position = decision.region_class, decision.group.index
         region = own.members[-1].index
         total = 0.0
-        for piece in self._pieces(fate):
+        for piece in pieces:
             members = piece.owner.region_class.members
             num = sum(member.index < region for member in members)
             here = piece.owner.region_class is own
@@ -518,11 +545,16 @@ class Oracle:
             staying = fate.kept[stored] - fate.leaves.get(stored, 0)
             total += self._size(stored) * (1 - staying / stored.source.decision.count)
         total += self._in_flight_bytes(fate, decision) + decision.workspace_bytes[self.options[decision]]
+        return total + self._want_bytes(decision) + self._copies_bytes(decision)
+
+    def _want_bytes(self, decision: Decision) -> float:
+        """What changing the layouts of all that the group reads holds."""
+        total = 0.0
         for use in self._read_by(decision):
             native = self._native(use)
             own = [want for want in self.wants[use] if (use.source, want) not in self.shared]
             total += sum(self.problem.costs.change_bytes(use.source.tensor, native, want[0]) for want in own)
-        return total + self._copies_bytes(decision)
+        return total
 
     def _passing(self, decision: Decision) -> set[Stored]:
         """What is made by the group or before it and still to be read in the forward; what is held counts as kept."""
