@@ -122,6 +122,7 @@ ONE_TYPE, TWO_TYPES = (torch.float32,), (torch.float32, torch.bfloat16)
 )
 def test_the_compiled_form_equals_the_loop(name: str, dtypes: tuple[torch.dtype, ...]) -> None:
     case = case_of(name, "fused")
+    torch.compiler.reset()  # or what an earlier test has compiled is not compiled again
     torch._dynamo.utils.counters.clear()
     for dtype in dtypes:
         results = []
