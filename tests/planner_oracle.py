@@ -71,6 +71,7 @@ class Piece:
 _OF_THE_SHARDING = (
     "_num_paid", "_copies_bytes", "_summed_bytes", "_brought_back_bytes", "_there_and_back_s", "_again_s", "_size", "_size_of",
     "_first_reader", "_present_bytes", "_converted", "_grads_in", "_waiting", "_read_by", "_passing", "_want_bytes",
+    "_converted_bytes",
 )  # fmt: skip
 """What depends on the sharding alone; it is worked out once for all plans."""
 
@@ -467,7 +468,23 @@ class Oracle:
         for other in of_class if decision is of_class[-1] else ():
             share = fate.reruns.get(other, 0) / other.count
             moments.append(decision.given_bytes[option] + share * other.rerun_bytes[self.options[other]])
+        if decision is of_class[-1]:
+            moments += [decision.given_bytes[option] + held for held in self._converting_bytes(fate, decision)]
         return float(max(moments))
+
+    def _converting_bytes(self, fate: Fate, decision: Decision) -> list[float]:
+        """What converting each tensor of the region again holds, its operand included if nothing keeps that."""
+        held: dict[Use, float] = {}
+        for (use, want), num in fate.converts.items():
+            if use.region_class is decision.region_class and not use.source.is_param:
+                held[use] = held.get(use, 0.0) + num / use.count * self._converted_bytes(use, want)
+        return list(held.values())
+
+    def _converted_bytes(self, use: Use, want: Want) -> float:
+        stored = self.stored_of[use]
+        size = self.problem.costs.change_bytes(use.source.tensor, self._native(use), want[0])
+        is_kept = not use.inside or stored.own_saved or stored.boundary or stored.held
+        return size if is_kept else size + self._size_of(use)
 
     def _released_bytes(self, pieces: list[Piece], decision: Decision) -> float:
         """Return the bytes that a group of one op saved and has released once its gradients are made."""
