@@ -9,8 +9,9 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from trainwright.planner.model.offload import IN_FLIGHT, OFFLOAD_EPSILON_S
 from trainwright.planner.model.offload_states import STATE_EPSILON_S, STATES_IN_WINDOW
@@ -68,12 +69,10 @@ class Piece:
         return 0.0 if is_done else needed
 
 
-_OF_THE_SHARDING = (
-    "_num_paid", "_copies_bytes", "_summed_bytes", "_brought_back_bytes", "_there_and_back_s", "_again_s", "_size", "_size_of",
-    "_first_reader", "_present_bytes", "_converted", "_grads_in", "_waiting", "_read_by", "_passing", "_want_bytes",
-    "_converted_bytes",
-)  # fmt: skip
-"""What depends on the sharding alone; it is worked out once for all plans."""
+def _of_the_sharding(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a method whose result depends on the sharding alone; each oracle calls it once for the same arguments."""
+    method.is_of_the_sharding = True  # type: ignore[attr-defined]
+    return method
 
 
 class Oracle:
@@ -93,8 +92,9 @@ class Oracle:
         self.wants = {use: self._wants(use) for use in problem.uses}
         self.shared = {*shared, *(key for key in self.read_twice() if self._native(self._uses(key[0])[0]) == key[1][0])}
         self.changed = [(use, want) for use in problem.uses for want in self.wants[use] if self._native(use) != want[0]]
-        for name in _OF_THE_SHARDING:
-            setattr(self, name, functools.cache(getattr(self, name)))
+        for name, member in vars(Oracle).items():
+            if getattr(member, "is_of_the_sharding", False):
+                setattr(self, name, functools.cache(getattr(self, name)))
 
     def plans(self) -> Iterator[tuple[float, float]]:
         """Yield (seconds, peak bytes) of every way to keep and rederive."""
@@ -164,6 +164,7 @@ class Oracle:
         asking = [use for use in self._uses(source) if want in self.wants[use]]
         return {use.region_class.members[member].index for use in asking for member in use.members}
 
+    @_of_the_sharding
     def _num_paid(self, use: Use, want: Want) -> int:
         """How often a use pays for a want: of what is shared, the first reader alone, once."""
         if (use.source, want) not in self.shared:
@@ -171,6 +172,7 @@ class Oracle:
         first = min(self._regions(use.source, want))
         return int(any(use.region_class.members[member].index == first for member in use.members))
 
+    @_of_the_sharding
     def _copies_bytes(self, decision: Decision) -> float:
         """What shared copies hold while the group runs forward, in whichever instance."""
         costs, total = self.problem.costs, 0.0
@@ -183,6 +185,7 @@ class Oracle:
                 total += costs.block_bytes(source.tensor, want[0])
         return total
 
+    @_of_the_sharding
     def _summed_bytes(self, region: int, position: int) -> float:
         """What sums of gradients that wait for another reader take, in place of gradients at rest."""
         costs, total = self.problem.costs, 0.0
@@ -192,6 +195,7 @@ class Oracle:
                 total += costs.block_bytes(source.tensor, want[1]) - costs.block_bytes(source.tensor, rest)
         return total
 
+    @_of_the_sharding
     def _brought_back_bytes(self, decision: Decision) -> int:
         """The most that bringing back a gradient holds, of those that the group's backward completes."""
         most = max((self._back_bytes(use) for use in self._read_by(decision)), default=0)
@@ -274,12 +278,14 @@ class Oracle:
             total += count * (decision.rerun_s[self.options[decision]] + RERUN_EPSILON_S)
         return total + self._transfer_s(fate) + self._states_s(fate)
 
+    @_of_the_sharding
     def _there_and_back_s(self, use: Use, want: Want) -> tuple[float, float]:
-        """What a change of layout takes in the forward and in the backward."""
+        """Return the seconds of a change of layout in the forward and in the backward."""
         native = self._native(use)
         back = want[1] if use.tensor.requires_grad else native
         return self.problem.costs.edge_s(use.source.tensor, native, want[0], back)
 
+    @_of_the_sharding
     def _again_s(self, use: Use, want: Want) -> float:
         return self.problem.costs.move_s(use.source.tensor, self._native(use), want[0]) + RERUN_EPSILON_S
 
@@ -362,6 +368,7 @@ class Oracle:
         sizes = [self._state_bytes(param) * num / param.count for param, num in fate.states.items()]
         return STATES_IN_WINDOW * max(sizes, default=0.0)
 
+    @_of_the_sharding
     def _size(self, stored: Stored) -> int:
         source = stored.source
         return self.problem.costs.block_bytes(source.tensor, source.natives[self.options[source.decision]])
@@ -400,6 +407,7 @@ class Oracle:
         needed = sum(size for want, (size, _) in converted.items() if _is_saved(use, want))
         return Piece(use, use.members, made, min(readers), needed, False, max(readers), away)
 
+    @_of_the_sharding
     def _converted(self, use: Use) -> dict[Want, tuple[int, int]]:
         """Return each want that asks for another layout, with the size of a copy and from which group on it is there."""
         return {
@@ -411,11 +419,13 @@ class Oracle:
             if other is use
         }
 
+    @_of_the_sharding
     def _first_reader(self, stored: Stored) -> int:
         inside = [d.position for use in stored.uses if use.inside for d in use.demands if any(d.saves)]
         own = [stored.source.decision.group.index] if stored.own_saved else []
         return max([*inside, *own], default=stored.position)
 
+    @_of_the_sharding
     def _present_bytes(self, stored: Stored) -> int:
         """What one instance takes where the backward needs it as it was made."""
         needed = self._size(stored) if stored.own_saved else 0
@@ -443,8 +453,9 @@ class Oracle:
         total += self._summed_bytes(region, position)
         return total + self._grads_in(region, position)
 
+    @_of_the_sharding
     def _grads_in(self, region: int, position: int) -> float:
-        """What gradients of parameters that are there already take."""
+        """Return the bytes of the parameters' gradients that are there already."""
         total = 0.0
         for param in self.problem.params:
             if param.tied[0].requires_grad:
@@ -473,13 +484,14 @@ class Oracle:
         return float(max(moments))
 
     def _converting_bytes(self, fate: Fate, decision: Decision) -> list[float]:
-        """What converting each tensor of the region again holds, its operand included if nothing keeps that."""
+        """Return the bytes held while each tensor of the region is converted again, its operand included if nothing keeps that."""
         held: dict[Use, float] = {}
         for (use, want), num in fate.converts.items():
             if use.region_class is decision.region_class and not use.source.is_param:
                 held[use] = held.get(use, 0.0) + num / use.count * self._converted_bytes(use, want)
         return list(held.values())
 
+    @_of_the_sharding
     def _converted_bytes(self, use: Use, want: Want) -> float:
         stored = self.stored_of[use]
         size = self.problem.costs.change_bytes(use.source.tensor, self._native(use), want[0])
@@ -523,6 +535,7 @@ class Oracle:
             found = dict(zip(use.region_class.representative.externals, reader.externals)).get(use.tensor)
             yield (reader.index if use.inside else found.producer.region.index), reader.index
 
+    @_of_the_sharding
     def _waiting(self, decision: Decision) -> list[Use]:
         """Uses whose tensor has part of its gradient and waits for the rest, each tensor once."""
         found: dict[object, Use] = {}
@@ -534,9 +547,11 @@ class Oracle:
                     found.setdefault(use.tensor, use)
         return list(found.values())
 
+    @_of_the_sharding
     def _size_of(self, use: Use) -> int:
         return self.problem.costs.block_bytes(use.source.tensor, self._native(use))
 
+    @_of_the_sharding
     def _read_by(self, decision: Decision) -> list[Use]:
         return [use for use in self.problem.uses if any(demand.decision is decision for demand in use.demands)]
 
@@ -564,8 +579,9 @@ class Oracle:
         total += self._in_flight_bytes(fate, decision) + decision.workspace_bytes[self.options[decision]]
         return total + self._want_bytes(decision) + self._copies_bytes(decision)
 
+    @_of_the_sharding
     def _want_bytes(self, decision: Decision) -> float:
-        """What changing the layouts of all that the group reads holds."""
+        """Return the bytes held while the layouts of all that the group reads are changed."""
         total = 0.0
         for use in self._read_by(decision):
             native = self._native(use)
@@ -573,6 +589,7 @@ class Oracle:
             total += sum(self.problem.costs.change_bytes(use.source.tensor, native, want[0]) for want in own)
         return total
 
+    @_of_the_sharding
     def _passing(self, decision: Decision) -> set[Stored]:
         """What is made by the group or before it and still to be read in the forward; what is held counts as kept."""
         own, position = decision.region_class, decision.group.index

@@ -469,7 +469,7 @@ class Spectral(nn.Module):
 
 
 def build_spectral() -> tuple[nn.Module, Any]:
-    return Spectral(), {"x": torch.randn(4, 6, 8), "target": torch.randn(4, 6, 4)}
+    return Spectral(), {"x": torch.randn(3, 6, 8), "target": torch.randn(3, 6, 4)}
 
 
 class Timed(nn.Module):

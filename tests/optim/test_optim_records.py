@@ -204,3 +204,11 @@ def test_mistakes_are_the_users(call: Callable[[Any], object], message: str) -> 
 def test_an_unknown_dtype_is_refused() -> None:
     with pytest.raises(ValueError, match="got 'fp7'"):
         optim.record("adamw").state_bytes((2,), "fp7")
+
+
+def test_torchs_fused_kernels_are_not_chosen_for_complex_parameters() -> None:
+    model = torch.nn.ParameterDict({"weight": torch.nn.Parameter(torch.ones(2, dtype=torch.cfloat))})
+    assert optim.choose("adamw", model=model).record.form == "loop"
+    assert optim.choose("adamw", model=torch.nn.Linear(1, 1)).record.form == "fused"
+    with pytest.raises(UserError, match="weight is complex; take the form loop"):
+        optim.choose("adamw", form="fused", model=model)

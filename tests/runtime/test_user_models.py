@@ -35,6 +35,13 @@ def test_plans_drawn_at_random(pool2: Pool, name: str, seed: int) -> None:
     assert report["passed"], report
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_a_rank_without_a_part_sends_complex_numbers_too(pool4: Pool, seed: int) -> None:
+    """Three examples on four ranks: the last has none, and its transforms meet those of the others."""
+    report = pool4.run(CASES + "random_plan", name="build_spectral", mesh=[4], seed=seed)[0]
+    assert report["passed"], report
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the system has to list the threads of a process")
 def test_plans_one_after_the_other_share_their_groups(pool4: Pool) -> None:

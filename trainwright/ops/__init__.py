@@ -6,6 +6,7 @@ from . import (
     elementwise,
     embedding,
     experts,
+    fourier,
     indexing,
     linear_loss,
     loss,
@@ -20,5 +21,5 @@ from .registry import RULES, OpRule, find, rule, signature_of
 from .signature import Call, Dims, Signature, TensorSpec
 
 __all__ = ["RULES", "Call", "Dims", "OpRule", "Signature", "TensorSpec", "find", "rule", "signature_of"]
-del attention, convolution, elementwise, embedding, experts, indexing, linear_loss, loss, matmul
+del attention, convolution, elementwise, embedding, experts, fourier, indexing, linear_loss, loss, matmul
 del norms, recurrent, reductions, traits, views

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -254,9 +254,13 @@ def stack(call: Call) -> Signature:
 )
 def along_dims(call: Call) -> Signature:
     """Works along some dims, which stay whole; the others pass."""
+    return whole_along(_touched_dims(call, len(call.inputs[0].shape)), call)
+
+
+def whole_along(dims: Collection[int], call: Call) -> Signature:
+    """Return the signature of a call that works along `dims` of its first operand, whose sizes it may change."""
     builder = SignatureBuilder()
     shape = call.inputs[0].shape
-    dims = _touched_dims(call, len(shape))
     ins = tuple(builder.loop(f"x{k}" if k in dims else f"d{k}", n, whole=k in dims) for k, n in enumerate(shape))
     outs = [
         tuple(
@@ -270,27 +274,10 @@ def along_dims(call: Call) -> Signature:
     return builder.build([ins, *(builder.opaque(f"e{i}_", s.shape) for i, s in enumerate(call.inputs[1:]))], outs)
 
 
-_TRANSFORMS = [
-    f"fft_{inverse}{kind}fft{num}" for kind in ("", "r", "h") for inverse in ("", "i") for num in ("", "2", "n")
-]
-
-
-@rule(*_TRANSFORMS)
-def fourier_transform(call: Call) -> Signature | None:
-    """As `flip`, with a decision of its own."""
-    return along_dims(call)
-
-
 def _touched_dims(call: Call, rank: int) -> set[int]:
-    if call.name in _TRANSFORMS and call.name[-1] in "2n":
-        sizes = call.arg(1, "s")
-        last = range(-2 if call.name[-1] == "2" else -rank if sizes is None else -len(sizes), 0)
-        found = call.arg(2, "dim")
-        return {axis % rank for axis in (last if found is None else found)}
     if call.name in ("tril", "triu"):
         return {rank - 2, rank - 1}
     position = {"flip": (1, "dims"), "roll": (2, "dims"), "diff": (2, "dim"), "topk": (2, "dim")}
-    position |= dict.fromkeys(_TRANSFORMS, (2, "dim"))
     found = call.arg(*position.get(call.name, (1, "dim")))
     if found is None or isinstance(found, bool) or found == []:
         found = list(range(rank)) if call.name in ("roll", "fft_fftshift", "fft_ifftshift") else -1

@@ -1,4 +1,4 @@
-"""What is asked of dtypes in several places, and torch's default dtype for a while."""
+"""Answers questions about dtypes, and changes torch's default dtype for a while."""
 
 from __future__ import annotations
 

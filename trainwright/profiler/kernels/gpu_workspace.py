@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .workspace_native import operand_copies
+from .workspace_native import num_bytes, operand_copies
 
 aten = torch.ops.aten
 Arguments = tuple[Any, ...]
@@ -99,10 +99,10 @@ def _flash_backward(args: Arguments, out: Any) -> int:
     query, key = args[1], args[2]
     batch, heads, length, head_dim = query.shape
     rows = batch * heads * _rounded(length, 128)
-    num_bytes = 4 * rows * (_rounded(head_dim, 32 if head_dim <= 128 else 64) + 1)
+    total = 4 * rows * (_rounded(head_dim, 32 if head_dim <= 128 else 64) + 1)
     if key.shape[1] != heads:
-        num_bytes += 2 * batch * heads * key.shape[2] * head_dim * key.element_size()
-    return num_bytes
+        total += 2 * batch * heads * key.shape[2] * head_dim * key.element_size()
+    return total
 
 
 def _cudnn_backward(args: Arguments, out: Any) -> int:
@@ -116,11 +116,11 @@ def _efficient_backward(args: Arguments, out: Any) -> int:
     rows = 4 * math.prod(query.shape[:-1])
     block = 64 if head_dim <= 64 else 128
     by_blocks = 4 * math.prod(batch) * _rounded(length, block) * _rounded(head_dim, block)
-    num_bytes = rows + by_blocks
+    total = rows + by_blocks
     if query.dtype not in _HALVES:
-        num_bytes = max(num_bytes, 4 * query.numel() + 2 * rows)
+        total = max(total, 4 * query.numel() + 2 * rows)
     # it is read with heads beside each other, as the layer before the attention's result has it
-    return num_bytes + (0 if grad.transpose(1, 2).is_contiguous() else _num_bytes(grad))
+    return total + (0 if grad.transpose(1, 2).is_contiguous() else num_bytes(grad))
 
 
 def _reduction(args: Arguments, out: Any) -> int:
@@ -135,7 +135,7 @@ def _reduction(args: Arguments, out: Any) -> int:
 
 
 def _softmax_backward(args: Arguments, out: Tensor) -> int:
-    return _num_bytes(args[0])
+    return num_bytes(args[0])
 
 
 def _embedding_backward(args: Arguments, out: Tensor) -> int:
@@ -181,16 +181,12 @@ def _is_copied(tensor: Tensor) -> bool:
 
 
 def _copied_bytes(tensor: Tensor) -> int:
-    return _num_bytes(tensor) // max(1, tensor.shape[1]) * _rounded_channels(tensor)
+    return num_bytes(tensor) // max(1, tensor.shape[1]) * _rounded_channels(tensor)
 
 
 def _rounded_channels(tensor: Tensor) -> int:
     """Return the channels of a copy, which fill whole words of 16 bytes."""
     return _rounded(tensor.shape[1], 16 // tensor.element_size())
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _power_of_two(size: int) -> int:

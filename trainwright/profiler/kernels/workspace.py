@@ -39,17 +39,22 @@ def workspace_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
     >>> workspace_bytes(torch.ops.aten.convolution.default, call, {}, out) >= 4 * out.numel()  # a copy of the output
     True
     """
+    takes_conjugates = func in _TAKE_CONJUGATES or getattr(func, "is_view", False)
+    copied = 0 if takes_conjugates else conjugated_bytes(args)
+    return copied + _kernel_bytes(func, args, kwargs, out, probe)
+
+
+def _kernel_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, probe: bool) -> int:
     estimate, is_private = _known(func)
-    copied = 0 if func in _TAKE_CONJUGATES or getattr(func, "is_view", False) else conjugated_bytes(args)
     if is_private is None and estimate is None:
-        return copied
+        return 0
     if probe and is_private is not None and (is_private or any(map(is_reduced, tensors_in(args)))):
         found = make_call(func, args, kwargs, out)
         if found is not None:
-            return copied + max(0, found.workspace_bytes)
+            return max(0, found.workspace_bytes)
         if func in _CONVOLUTIONS and estimate is not None:
             return max(0, checked(func, estimate, args, out))
-    return copied if estimate is None else copied + max(0, estimate(args, out))
+    return 0 if estimate is None else max(0, estimate(args, out))
 
 
 def output_bytes(func: Any, args: tuple[Any, ...], out: Any, *, probe: bool = True) -> dict[int, int]:
