@@ -212,3 +212,24 @@ def test_torchs_fused_kernels_are_not_chosen_for_complex_parameters() -> None:
     assert optim.choose("adamw", model=torch.nn.Linear(1, 1)).record.form == "fused"
     with pytest.raises(UserError, match="weight is complex; take the form loop"):
         optim.choose("adamw", form="fused", model=model)
+
+
+def test_complex_parameters_go_to_an_optimizer_that_takes_them() -> None:
+    model = torch.nn.ParameterDict(
+        {
+            name: torch.nn.Parameter(torch.randn(3, 4, dtype=dtype, generator=torch.Generator().manual_seed(0)))
+            for name, dtype in (("matrix", torch.float32), ("twisted", torch.cfloat))
+        }
+    )
+    muon = optim.choose("muon", model=model)
+    assert [(group.params, group.optimizer, group.form) for group in muon.groups] == [(("twisted",), "adamw", "loop")]
+    before = {name: param.detach().clone() for name, param in model.items()}
+    step = muon.make(model.named_parameters())
+    sum(param.abs().square().sum() for param in model.values()).backward()
+    step.step()
+    assert all((param != before[name]).all() for name, param in model.items())
+    for name, options in (("adafactor", {}), ("muon", {"groups": "false"})):
+        with pytest.raises(UserError, match="twisted is complex; take another optimizer"):
+            optim.choose(name, options, model=model)
+    model["twisted"].requires_grad_(False)
+    assert optim.choose("adafactor", model=model).groups == ()

@@ -112,6 +112,8 @@ class OptimizerGroup(Record):
     params: tuple[str, ...]
     options: dict[str, Any] = {}
     optimizer: str | None = None
+    form: str | None = None
+    """The form of that other optimizer's step; None where the group is not another's."""
 
 
 class OffloadPlan(Record):

@@ -72,7 +72,7 @@ class Chosen:
     def _entries(self) -> list[OptimizerRecord]:
         """The record of each group."""
         return [
-            choose(group.optimizer, group.options).record
+            choose(group.optimizer, group.options, group.form).record
             if group.optimizer is not None
             else self.record.with_options(**checked_options(self.record, group.options))
             for group in self.groups
@@ -134,13 +134,12 @@ def choose(
     checked = checked_options(entry, given)
     if form is not None and form not in FORMS:
         raise UserError(f"a form of the optimizer's step is needed, one of {', '.join(FORMS)}; got {form!r}; try fused")
-    complex_param = None if model is None else _complex_param(model)
-    if form == "fused" and complex_param is not None and _is_of_torch(entry):
-        raise UserError(
-            f"real parameters are needed for the fused form of torch's {entry.name}; {complex_param} is complex; take the form loop"
-        )
+    groups = groups_of(entry, model, device) if grouped and model is not None else ()
+    complex_param = _complex_param(model, groups) if model is not None else None
+    if complex_param is not None:
+        _check_takes_complex(entry, form, complex_param)
     chosen = entry.with_options(form or default_form(entry, device, complex_param is not None), **checked)
-    return Chosen(chosen, checked, groups_of(chosen, model) if grouped and model is not None else ())
+    return Chosen(chosen, checked, groups)
 
 
 def default_form(entry: OptimizerRecord, device: str = "cpu", has_complex: bool = False) -> str:
@@ -163,13 +162,30 @@ def _is_of_torch(entry: OptimizerRecord) -> bool:
     return entry.cls.__module__.startswith("torch.")
 
 
-def _complex_param(model: nn.Module) -> str | None:
-    """The name of the first complex parameter; None where there is none."""
-    return next((name for name, param in model.named_parameters() if param.is_complex()), None)
+def _complex_param(model: nn.Module, groups: Iterable[OptimizerGroup]) -> str | None:
+    """The name of the first complex parameter that is trained, but for those of other optimizers; None where there is none."""
+    others = {name for group in groups if group.optimizer is not None for name in group.params}
+    trained = (name for name, param in model.named_parameters() if param.requires_grad and param.is_complex())
+    return next((name for name in trained if name not in others), None)
 
 
-def groups_of(entry: OptimizerRecord, model: nn.Module) -> tuple[OptimizerGroup, ...]:
-    """Return the groups with settings of their own that the method's documentation asks for, by the parameters' names."""
+def _check_takes_complex(entry: OptimizerRecord, form: str | None, param: str) -> None:
+    """Raise `UserError` where the step, in the form that was asked for, refuses complex parameters as `param`."""
+    if entry.real_only:
+        raise UserError(
+            f"real parameters are needed for {entry.name}; {param} is complex; take another optimizer, for example adamw"
+        )
+    if form == "fused" and _is_of_torch(entry):
+        raise UserError(
+            f"real parameters are needed for the fused form of torch's {entry.name}; {param} is complex; take the form loop"
+        )
+
+
+def groups_of(entry: OptimizerRecord, model: nn.Module, device: str = "cpu") -> tuple[OptimizerGroup, ...]:
+    """Return the groups with settings of their own that the method's documentation asks for, by the parameters' names.
+
+    Another optimizer's group has the form in which a plan runs that one on a device of this kind.
+    """
     if entry.groups is None:
         return ()
     names = {id(param): name for name, param in model.named_parameters()}
@@ -178,8 +194,18 @@ def groups_of(entry: OptimizerRecord, model: nn.Module) -> tuple[OptimizerGroup,
         settings = {key: value for key, value in group.items() if key not in ("params", "optimizer")}
         if settings or "optimizer" in group:
             own = tuple(names[id(param)] for param in group["params"])
-            found.append(OptimizerGroup(params=own, options=as_json(settings), optimizer=group.get("optimizer")))
+            found.append(OptimizerGroup(params=own, options=as_json(settings), **_of_another(group, device)))
     return tuple(found)
+
+
+def _of_another(group: Mapping[str, Any], device: str) -> dict[str, str]:
+    """Whose group it is, and the form of that optimizer's step; nothing where it is the method's own."""
+    if "optimizer" not in group:
+        return {}
+    from . import record
+
+    has_complex = any(param.is_complex() for param in group["params"])
+    return {"optimizer": group["optimizer"], "form": default_form(record(group["optimizer"]), device, has_complex)}
 
 
 def of_plan(plan: Plan) -> Chosen:

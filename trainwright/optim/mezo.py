@@ -272,6 +272,7 @@ RECORD = OptimizerRecord(
     extra_passes=(ExtraPass("forward", 2),),
     paper="Malladi et al. 2023, arXiv:2305.17333",
     departs="directions from a counter; low precision restored from a copy and rounded stochastically",
+    real_only=True,
     not_on_shards="regenerates whole directions",
 )
 """Not among `names()`: a plan prices a backward, which MeZO has none of."""

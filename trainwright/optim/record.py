@@ -106,6 +106,8 @@ class OptimizerRecord:
     """Where it departs from the paper."""
     not_on_shards: str = ""
     """Why it does not run on the sharded parameters of a plan; empty: it does."""
+    real_only: bool = False
+    """True where its step refuses complex parameters."""
     reads_numbers: bool = False
     """Whether its step reads numbers off its tensors, as norms."""
     by_tensor: bool = False

@@ -145,6 +145,7 @@ def _matrix_family() -> tuple[OptimizerRecord, ...]:
         ),
         _adafactor_temporaries,
         reads="tensor",
+        real_only=True,
         reads_numbers=True,
         whole_state=True,
         paper="Shazeer & Stern 2018, arXiv:1804.04235",
@@ -159,6 +160,7 @@ def _matrix_family() -> tuple[OptimizerRecord, ...]:
         (per_element("momentum_buffer"),),
         _muon_temporaries,
         reads="tensor",
+        real_only=True,
         whole_state=True,
         groups=muon_groups,
         paper="Jordan et al. 2024, https://kellerjordan.github.io/posts/muon",
@@ -169,14 +171,17 @@ def _matrix_family() -> tuple[OptimizerRecord, ...]:
 def muon_groups(model: nn.Module) -> list[dict[str, Any]]:
     """Return the hidden matrices of a model, for Muon, and what is AdamW's: embeddings, heads, biases, norms, kernels.
 
+    Complex matrices, which torch's Muon refuses, are AdamW's too.
+
     >>> groups = muon_groups(nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 2)))
     >>> [(len(group["params"]), group.get("optimizer")) for group in groups]
     [(1, None), (2, 'adamw')]
     """
     outside = embeddings_and_heads(model)
     params = [param for param in model.parameters() if param.requires_grad]
-    inside = [param for param in params if param.dim() == 2 and id(param) not in outside]
-    rest = [param for param in params if param.dim() != 2 or id(param) in outside]
+    inside = [param for param in params if param.dim() == 2 and not param.is_complex() and id(param) not in outside]
+    hidden = {id(param) for param in inside}
+    rest = [param for param in params if id(param) not in hidden]
     groups: list[dict[str, Any]] = [{"params": inside}, {"params": rest, "optimizer": "adamw"}]
     return [group for group in groups if group["params"]]
 
