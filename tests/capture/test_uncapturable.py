@@ -213,6 +213,30 @@ def test_a_batch_of_any_keywords():
     assert found.forward_flops == 2 * 8 * 24 * 25
 
 
+class Batched(Base):
+    def forward(self, x):
+        return torch.vmap(self.head)(x).mean()
+
+
+class Derived(Base):
+    def forward(self, x):
+        return torch.func.vmap(torch.func.grad(lambda row: self.head(row).sum()))(x).mean()
+
+
+class Tangent(Base):
+    def forward(self, x):
+        return torch.func.jvp(self.head, (x,), (x,))[1].mean()
+
+
+@pytest.mark.parametrize(
+    ("build", "line"), [(Batched, "torch.vmap(self.head)"), (Derived, "torch.func.grad"), (Tangent, "func.jvp")]
+)
+def test_transforms_are_refused_by_name(build, line):
+    with pytest.raises(UserError, match=r"without transforms of torch.func .* has one; write vmap as ops") as error:
+        capture(build(), {"x": torch.randn(4, 24)})
+    assert line in str(error.value)
+
+
 class BranchOnActivations(nn.Module):
     def __init__(self) -> None:
         super().__init__()

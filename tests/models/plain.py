@@ -490,6 +490,79 @@ def build_timed() -> tuple[nn.Module, Any]:
     return Timed(), {"x": torch.randn(4, 4), "step": torch.randint(0, 100, (4,))}
 
 
+class Pairs(nn.Module):
+    """Pairs of the batch's rows: differences, a matrix beside itself transposed, distances; a weight that lies transposed."""
+
+    def __init__(self, size: int = 8) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(size, size), nn.Linear(size, 6)
+        self.mixed = nn.Parameter(torch.randn(size, size).T / size**0.5)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        rows = torch.tanh(self.inner(x) @ self.mixed)
+        near = torch.exp(-(rows[:, None] - rows[None]).square().sum(-1))
+        scores = self.outer(rows)[:, : x.shape[0]]
+        both = (scores + scores.T) * near + torch.cdist(rows, rows.flip(1))
+        return F.mse_loss(both.amax(1) - both.gather(1, both.argmin(1, keepdim=True))[:, 0], target)
+
+
+def build_pairs(**_: Any) -> tuple[nn.Module, Any]:
+    return Pairs(), {"x": torch.randn(6, 8), "target": torch.randn(6)}
+
+
+class Translated(nn.Module):
+    """torch's encoder and decoder with masks of their own, padding, and a latent variable with a distribution."""
+
+    def __init__(self, size: int = 16) -> None:
+        super().__init__()
+        self.words = nn.Embedding(30, size, padding_idx=0)
+        self.body = nn.Transformer(size, 2, 1, 1, 2 * size, 0.0, batch_first=True)
+        self.latent, self.head = nn.Linear(size, 2 * size), nn.Linear(size, 30)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        padding, given = source == 0, target[:, :-1]
+        mask = nn.Transformer.generate_square_subsequent_mask(given.shape[1])
+        out = self.body(
+            self.words(source),
+            self.words(given),
+            tgt_mask=mask,
+            src_key_padding_mask=padding,
+            memory_key_padding_mask=padding,
+        )
+        mean, log_scale = self.latent(out.mean(1)).chunk(2, -1)
+        found = torch.distributions.Normal(mean, log_scale.exp())
+        prior = torch.distributions.Normal(torch.zeros_like(mean), torch.ones_like(mean))
+        scores = self.head(out + mean[:, None])
+        loss = F.cross_entropy(scores.flatten(0, 1), target[:, 1:].flatten(), ignore_index=0)
+        return (
+            loss
+            + 0.1 * torch.distributions.kl_divergence(found, prior).mean()
+            - 0.01 * found.log_prob(mean.detach()).mean()
+        )
+
+
+def build_translated(**_: Any) -> tuple[nn.Module, Any]:
+    source, target = torch.randint(1, 30, (4, 7)), torch.randint(1, 30, (4, 6))
+    source[1, 5:], source[3, 3:], target[2, 4:] = 0, 0, 0
+    return Translated(), {"source": source, "target": target}
+
+
+class Coloured(nn.Module):
+    """Convolutions of three channels, there and back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.back = nn.Conv2d(3, 4, 3, padding=1), nn.ConvTranspose2d(4, 3, 2, 2)
+        self.again = nn.Conv2d(3, 4, 2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.again(self.back(torch.tanh(self.inner(x))).sigmoid()).square().mean()
+
+
+def build_coloured() -> tuple[nn.Module, Any]:
+    return Coloured(), {"x": torch.randn(4, 3, 6, 6)}
+
+
 GOOD = (
     build_inline,
     build_graph,
@@ -510,4 +583,6 @@ GOOD = (
     build_checkpointed,
     build_spectral,
     build_timed,
+    build_pairs,
+    build_translated,
 )

@@ -128,6 +128,54 @@ def test_gradients_added_by_the_engine_take_no_third_buffer():
     assert tracker.peak_bytes == pytest.approx(peak, abs=64)
 
 
+INDEX = torch.arange(100).view(10, 10) % 10
+ROW = INDEX[0].clone()
+PICKS = {
+    "gather": lambda x: x.gather(0, INDEX),
+    "cummax": lambda x: x.cummax(0)[0],
+    "max": lambda x: x.max(1)[0],
+    "median": lambda x: x.median(0)[0],
+    "sort": lambda x: x.sort(1)[0],
+    "topk": lambda x: x.topk(3, 1)[0],
+    "index_select": lambda x: x.index_select(0, ROW),
+    "index": lambda x: x[ROW],
+    "take": lambda x: x.take(INDEX),
+    "trace": lambda x: x.trace(),
+}
+
+
+@pytest.mark.parametrize("name", PICKS)
+def test_gradients_of_what_was_picked_are_scattered_in_place(name):
+    """Under a dispatch mode torch scatters them into a copy of its own zeros."""
+    x = torch.randn(10, 10, requires_grad=True)
+
+    def step():
+        PICKS[name](x.exp()).sum().backward()
+        x.grad = None
+
+    step()
+    peak = measure(step, num_steps=1).peak_delta_bytes
+    with MemoryTracker() as tracker, tracker.phase("backward"):
+        step()
+    assert tracker.peak_bytes == pytest.approx(peak, abs=64)
+
+
+@pytest.mark.parametrize(
+    "loss", [F.mse_loss, F.smooth_l1_loss, F.huber_loss, F.l1_loss, F.binary_cross_entropy, F.soft_margin_loss]
+)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_loss_has_the_memory_that_its_kernel_leaves_it(loss, reduction):
+    """Some give a number in the memory of the losses of all elements."""
+    x, y = torch.rand(8, 5), torch.rand(8, 5)
+    mode = new_mode()
+    with mode:
+        fakes = torch.empty(8, 5), torch.empty(8, 5)
+    with KnownValues(mode):
+        found = loss(*fakes, reduction=reduction)
+    real = loss(x, y, reduction=reduction)
+    assert (found.shape, found.untyped_storage().nbytes()) == (real.shape, real.untyped_storage().nbytes())
+
+
 def test_wrapped_tensors_are_followed_to_what_they_hold():
     from torch.testing._internal.two_tensor import TwoTensor
 

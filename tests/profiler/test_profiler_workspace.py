@@ -104,6 +104,18 @@ COPIES = [
     (aten.smooth_l1_loss.default, X, X),
     (aten.huber_loss.default, X, X),
     (aten.binary_cross_entropy_with_logits.default, X, X.sigmoid()),
+    (aten._cdist_forward.default, T, X, 2.0, None),
+    (aten._cdist_backward.default, strided(4, 9, 9), X, T, 2.0, floats(4, 9, 9).abs()),
+    (aten._euclidean_dist.default, X, X[:, :5]),
+    (aten._euclidean_dist.default, T, X),
+    (aten.searchsorted.Tensor, torch.arange(5.0), T),
+    (aten.median.default, X),
+    (aten.median.dim, T, 1),
+    (aten.median.dim, T, 2),
+    (aten._euclidean_dist.default, floats(64, 8), floats(32, 8)),
+    (aten.cholesky_solve.default, floats(9, 2), torch.eye(9)),
+    (aten.linalg_inv_ex.default, torch.eye(40).repeat(3, 1, 1)),
+    (aten._linalg_svd.default, floats(40, 30)),
 ]
 REDUCED = [
     (aten.sum.dim_IntList, B, [0, 2]),

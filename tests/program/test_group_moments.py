@@ -32,6 +32,32 @@ def test_a_group_whose_ops_are_apart_stands_where_the_last_of_them_is() -> None:
     assert gate.index < moments["silu"] < up.index
 
 
+class Pairs(nn.Module):
+    """Differences of all pairs of rows, and a matrix beside itself transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 6), nn.Linear(6, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.inner(x).tanh()
+        square = self.outer(rows).sigmoid()
+        return (rows[:, None] - rows[None]).square().sum(-1) * (square + square.T)
+
+
+def test_an_op_joins_no_group_that_would_make_one_of_two_of_its_loops() -> None:
+    """Split alike, x[:, None] - x[None] would be rows of a rank's own part alone, and square + square.T its diagonal block."""
+    program = build_program(capture(Pairs(), (torch.ones(8, 4),), lambda out, _: out.mean()))
+    groups = program.regions[0].region_class.groups
+    for name in ("sub", "add"):
+        group = next(group for group in groups if any(op.name == name for op in group.ops))
+        op = next(op for op in group.ops if op.name == name)
+        loops = [group.loop_at[op.position, loop, 0] for loop in ("d0", "d1")]
+        assert len(set(loops)) == 2
+        assert not any(group.loops[loop].whole for loop in loops)
+        assert not {t.producer for t in op.inputs} & set(group.ops)
+
+
 @pytest.mark.parametrize(
     "name", ["gpt2-tiny", "llama-tiny", "bert-tiny", "t5-tiny", "mixtral-tiny", "vit-tiny", "resnet-tiny"]
 )

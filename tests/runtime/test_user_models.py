@@ -14,7 +14,7 @@ from tests.user_model_cases import built
 
 CASES = "tests.user_model_cases:"
 NAMES = [build.__name__ for build in plain.GOOD]
-QUICK = ("build_lstm", "build_bags", "build_graph", "build_spectral", "build_timed")
+QUICK = ("build_lstm", "build_bags", "build_graph", "build_spectral", "build_timed", "build_pairs", "build_translated")
 """Models with ops that no other model of these tests has."""
 ALL = slow_but(QUICK[1:], NAMES)
 
@@ -39,6 +39,13 @@ def test_plans_drawn_at_random(pool2: Pool, name: str, seed: int) -> None:
 def test_a_rank_without_a_part_sends_complex_numbers_too(pool4: Pool, seed: int) -> None:
     """Three examples on four ranks: the last has none, and its transforms meet those of the others."""
     report = pool4.run(CASES + "random_plan", name="build_spectral", mesh=[4], seed=seed)[0]
+    assert report["passed"], report
+
+
+@pytest.mark.parametrize("seed", [0, 4])
+def test_a_rank_without_input_channels_has_a_share_of_zeros(pool4: Pool, seed: int) -> None:
+    """Three channels on four ranks; the biases' gradients are whole on each of them all the same."""
+    report = pool4.run(CASES + "random_plan", name="build_coloured", mesh=[4], seed=seed)[0]
     assert report["passed"], report
 
 

@@ -56,6 +56,35 @@ def test_an_export_without_compiling_is_the_same_export():
     assert torch.equal(lazy.module()(torch.ones(3)), torch.full((3,), 2.0)), RELEASE
 
 
+def test_distributions_check_nothing_while_they_are_told_so():
+    with private.without_distributions_checks():
+        assert torch.distributions.Normal(0.0, -1.0).scale == -1, RELEASE
+    with pytest.raises(ValueError, match="constraint"):
+        torch.distributions.Normal(0.0, -1.0)
+
+
+def test_a_mask_is_added_as_it_is_given():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+    encoder, x = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False), torch.randn(2, 5, 8)
+    causal = nn.Transformer.generate_square_subsequent_mask(5)
+    theirs = [encoder(x, mask=causal), encoder(x, mask=causal, is_causal=True)]
+    with private.masks_as_given():
+        asked = torch.export.export(encoder, (x,), {"mask": causal}, strict=False)
+        ours = [encoder(x, mask=causal), encoder(x, mask=causal, is_causal=True)]
+    assert "item" not in str(asked.graph), RELEASE
+    torch.testing.assert_close(ours, theirs, msg=RELEASE)
+
+
+def test_transforms_leave_marks_in_a_graph():
+    class Batched(nn.Module):
+        def forward(self, x):
+            return torch.vmap(torch.sin)(x)
+
+    graph = torch.export.export(Batched(), (torch.ones(3, 2),), strict=False).graph
+    assert any(private.is_of_a_transform(node.target) for node in graph.nodes), RELEASE
+    assert not private.is_of_a_transform(aten.sin.default)
+
+
 def test_ops_say_what_they_write_view_and_draw():
     add, add_ = aten.add.Tensor, aten.add_.Tensor
     assert [private.is_mutating(op) for op in (add_, add)] == [True, False], RELEASE

@@ -24,7 +24,7 @@ from ..torch_internals.fakes import FakeMode, fake_like, faked, new_mode
 from .call import LossFn, call_model, find_loss, loss_of, name_of_loss
 from .dtypes import check_types
 from .experts import lifted_experts
-from .export_errors import explained, innermost_line, is_inside
+from .export_errors import explained, innermost_line, is_inside, refuse_transforms, transforms_refused
 from .module_state import Watch, same_calls
 from .own_backwards import lifted_backwards
 from .passes.normalise import Context, normalise
@@ -213,11 +213,22 @@ def _export(model: nn.Module, batch: Any, loss_fn: Any) -> tuple[Any, Watch]:
             "make it part of the model"
         )
     step = _Step(model, loss_fn)
-    quick = private.without_compiling(), private.innermost_frames(is_inside)
-    with explained(model, batch), lifted_backwards(), lifted_experts(), quick[0], quick[1], warnings.catch_warnings():
+    with (
+        explained(model, batch),
+        lifted_backwards(),
+        lifted_experts(),
+        private.without_compiling(),
+        private.innermost_frames(is_inside),
+        private.without_distributions_checks(),
+        private.masks_as_given(),
+        transforms_refused(),
+        warnings.catch_warnings(),
+    ):
         # modules that keep their weights in a list as well (LSTM) are told off by torch for what is torch's own doing
         warnings.filterwarnings("ignore", message="The tensor attribute")
-        return torch.export.export(step, (batch,), strict=False), step.watch
+        program = torch.export.export(step, (batch,), strict=False)
+        refuse_transforms(program.graph)
+        return program, step.watch
 
 
 def _normalised(program: Any, model: nn.Module, batch: Any, context: Context) -> fx.Graph:

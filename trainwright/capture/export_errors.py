@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from ..artifacts import UserError
 from ..torch_internals import private
@@ -54,6 +54,37 @@ def explained(model: nn.Module, batch: Any) -> Iterator[None]:
         if found is not None:
             raise found from None
         raise _kind(error)(explain(error, model, batch)) from None
+
+
+@contextmanager
+def transforms_refused() -> Iterator[None]:
+    """Say of a forward that fails within a transform of torch.func that it is that which a graph cannot hold."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        if any(private.is_within_a_transform(frame.filename) for frame in frames):
+            raise _transform(user_line(error) or "the forward") from None
+        raise
+
+
+def refuse_transforms(graph: fx.Graph) -> None:
+    """Raise `UserError` where a transform of torch.func left its marks in a graph, which does not run without it."""
+    marks = [node for node in graph.nodes if private.is_of_a_transform(node.target)]
+    if marks:
+        lines = [innermost_line(node.meta.get("stack_trace") or "") for node in marks]
+        raise _transform(
+            next((line for line in lines if line and not line.startswith(STANDARD_LIBRARY)), "the forward")
+        )
+
+
+def _transform(where: str) -> UserError:
+    return UserError(
+        f"a forward without transforms of torch.func (vmap, grad, jvp) is needed; {where} has one; write vmap as ops on the whole "
+        "batch, and grad as torch.autograd.grad(…, create_graph=True)"
+    )
 
 
 @contextmanager

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from . import partial
+from .local import LocalContext
 from .matmul import add_bias_once
 from .registry import rule
 from .signature import Call, Dims, Signature, SignatureBuilder
@@ -11,9 +15,22 @@ def _space(shape: tuple[int, ...], builder: SignatureBuilder, prefix: str) -> Di
     return tuple(builder.loop(f"{prefix}{k}", n, whole=True) for k, n in enumerate(shape))
 
 
+_bias_once = add_bias_once(2, "bias", "i")
+
+
+def _local(ctx: LocalContext, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
+    if 0 in ctx.in_shape(1) and 0 not in ctx.out_shape():
+        shape = ctx.out_shape()
+
+        def target(x: Any, weight: Any, bias: Any = None, *rest: Any, **options: Any) -> Any:
+            return partial.convolution_without_channels(shape, x, weight, bias)
+
+    return _bias_once(ctx, target, args, kwargs)
+
+
 @rule(
     *("conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
-    localize=add_bias_once(2, "bias", "i"),
+    localize=_local,
 )
 def convolution(call: Call) -> Signature | None:
     """`n i *, o i *, o -> n o *` (weights `i o *` when transposed); with groups only samples are split."""

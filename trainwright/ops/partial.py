@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +51,15 @@ def _for_parts(group: AxisGroup, whole: Tensor) -> Tensor:
 def mean_of_whole(x: Tensor, axes: tuple[int, ...], keepdim: bool, count: int, dtype: torch.dtype | None) -> Tensor:
     """Return the rank's share of a mean over `count` entries of the whole tensor."""
     return x.sum(dim=axes, keepdim=keepdim, dtype=dtype) / count
+
+
+def convolution_without_channels(shape: Sequence[int], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the share of a rank that has none of the input channels: zeros of `shape`, to which the bias is added.
+
+    torch's convolutions of no channels have no output channels either.
+    """
+    share = x.new_zeros(shape) + (x.sum() + weight.sum())
+    return share if bias is None else share + bias.view(-1, *[1] * (len(shape) - 2))
 
 
 def embedding_of_range(weight: Tensor, indices: Tensor, start: int, stop: int, padding_idx: int = -1) -> Tensor:

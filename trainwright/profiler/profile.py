@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..artifacts import Cluster, Profile, UserError
 from ..capture.export import as_batch
 from ..capture.export_errors import ValuesNeeded, explained
+from ..torch_internals import private
 from ..torch_internals.fakes import FakeMode, fake_like, faked, new_mode
 from ..torch_internals.trees import tensors_in
 from .compiled import CompiledStep, has_compiled
@@ -224,7 +225,7 @@ def _wrapped(
             )
         with mode:
             _onto_the_cpu(model)
-        with explained(model, batch):
+        with explained(model, batch), private.without_distributions_checks():
             faked_batch = _fake_batch(as_batch(batch), mode)
             loss_fn = loss_fn if loss_fn is not None else question.loss_fn
             asked = replace(question, model=model.train(), batch=faked_batch, loss_fn=loss_fn)
@@ -256,7 +257,7 @@ def _onto_the_cpu(model: nn.Module) -> None:
 def _on_fakes(question: Question, make_optimizer: MakeOptimizer) -> Run:
     mode = new_mode()
     model, batch = question.model, question.batch
-    with faked(model, mode) as stand_in, explained(model, batch):
+    with faked(model, mode) as stand_in, explained(model, batch), private.without_distributions_checks():
         values = KnownValues(mode)
         asked = replace(question, model=stand_in.train(), batch=_fake_batch(batch, mode))
         if not question.compile:

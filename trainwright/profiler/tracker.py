@@ -32,7 +32,15 @@ from .values import DEVICE_OF
 Target = Literal["cpu", "gpu"]
 CATEGORIES = ("param", "buffer", "grad", "optimizer", "saved", "other")
 _NOT_OPS = ("prim", "profiler")  # what only tensor subclasses ask (`tensor.device`); a profiler's marks
-_IN_PLACE_IN_ENGINE = {torch.ops.aten.add.Tensor, torch.ops.aten.index_put.default}
+_IN_PLACE_IN_ENGINE = {
+    torch.ops.aten.add.Tensor,
+    torch.ops.aten.index_put.default,  # an index's gradient
+    torch.ops.aten.index_add.default,  # index_select's
+    torch.ops.aten.scatter_add.default,  # gather's, cummax's and cummin's
+    torch.ops.aten.scatter.src,  # those of what picks along a dim: max, min, median, mode, kthvalue, sort, topk
+    torch.ops.aten.put.default,  # take's
+    torch.ops.aten.index_fill.int_Tensor,  # trace's
+}
 
 
 @dataclass(slots=True)
@@ -341,9 +349,10 @@ class MemoryTracker(PlainDispatchMode):
     def _is_in_place_without_tracker(self, func: Any, args: tuple[Any, ...]) -> bool:
         """Tell whether the engine, which allocates for this call because a dispatch mode is active, would else work in place.
 
-        It accumulates gradients into one of which it has the only reference, unless that is a view; it scatters an index's
-        gradient into its own zeros. If nobody else has a reference to the operand, it is released right after the call; if
-        somebody has, the next call counts both. So leaving this one call out of the peak is right in either case.
+        It accumulates gradients into one of which it has the only reference, unless that is a view; it scatters the
+        gradients of what was picked into its own zeros. If nobody else has a reference to the operand, it is released right
+        after the call; if somebody has, the next call counts both. So leaving this one call out of the peak is right in
+        either case.
         """
         if func not in _IN_PLACE_IN_ENGINE or self.current_phase != "backward" or torch.is_grad_enabled():
             return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -180,13 +180,24 @@ def is_routed(group: Group, split: Split, mesh: Sequence[int]) -> bool:
 
 def build_groups(region: Region) -> list[Group]:
     """Gather the ops of `region` into groups and find the loops of each."""
+    apart: set[Op] = set()
+    while True:
+        groups = [Group(index, ops) for index, ops in enumerate(_gathered(region, apart))]
+        crossed = {op for group in groups if (op := _find_loops(group)) is not None}
+        if crossed <= apart:
+            return groups
+        apart |= crossed
+
+
+def _gathered(region: Region, apart: Collection[Op]) -> list[list[Op]]:
+    """Return the ops of each group, none of which reads from a later one; ops of `apart` join nothing that comes before them."""
     member: dict[Op, int] = {}
     ops: list[list[Op]] = []
     before: list[set[int]] = []
     """For each group, all groups that it depends on."""
     for op in region.ops:
         sources = {member[t.producer] for t in op.inputs if t.producer is not None and t.producer in member}
-        index = _join(op, sources, member, ops, before)
+        index = None if op in apart else _join(op, sources, member, ops, before)
         if index is None:
             index = len(ops)
             ops.append([])
@@ -198,10 +209,7 @@ def build_groups(region: Region) -> list[Group]:
             if index in before[later]:
                 before[later] |= before[index]
     ops.sort(key=_place)
-    groups = [Group(index, members) for index, members in enumerate(ops)]
-    for group in groups:
-        _find_loops(group)
-    return groups
+    return ops
 
 
 def _place(ops: Sequence[Op]) -> int:
@@ -241,44 +249,61 @@ def _followable(op: Op) -> bool:
     return op.kind in ("elementwise", "view")
 
 
-def _find_loops(group: Group) -> None:
-    """Identify the loops of the group's ops through the tensors that connect them."""
-    union = _Union()
-    share_externals = not group.is_heavy
+def _find_loops(group: Group) -> Op | None:
+    """Identify the loops of the group's ops through the tensors that connect them.
+
+    Returns the first op through which two loops of one op become one, as x[:, None] - x[None] makes those of x's own group: they
+    stay whole. None where there is none, or where they stay whole anyhow.
+    """
     whole: set[Hashable] = set()
-    reduced: set[Hashable] = set()
-    sizes: dict[Hashable, int] = {}
-    inside = set(group.ops)
-    for op in group.ops:
-        for name, factors in op.loops.items():
-            for part, factor in enumerate(leaves(factors)):
-                key = (op.position, name, part)
-                union.add(key)
-                sizes[key] = factor.size
-                if name in op.signature.whole or factor.blocked or (part and name in op.signature.ordered):
-                    whole.add(key)
-                if name in op.signature.reduced:
-                    reduced.add(key)
-        for tensors, all_dims in ((op.inputs, op.signature.inputs), (op.outputs, op.signature.outputs)):
-            for tensor, dims in zip(tensors, all_dims):
-                _connect(op, tensor, dims, union, whole, connect=tensor.producer in inside or share_externals)
+    union = _united(group, group.ops, whole)
     roots: dict[Hashable, int] = {}
     for op in group.ops:
         for name, factors in op.loops.items():
             parts = leaves(factors)
-            for part in range(len(parts)):
+            for part, factor in enumerate(parts):
                 key = (op.position, name, part)
                 root = union.find(key)
                 if root not in roots:
                     roots[root] = len(group.loops)
                     label = name if len(parts) == 1 else f"{name}.{part}"
-                    group.loops.append(Loop(_unique(label, op, group), sizes[key], False, False))
+                    group.loops.append(Loop(_unique(label, op, group), factor.size, False, False))
                 loop = group.loops[roots[root]]
-                loop.whole |= key in whole
-                loop.reduced |= key in reduced
+                loop.whole |= key in whole or name in op.signature.whole or factor.blocked
+                loop.whole |= bool(part) and name in op.signature.ordered
+                loop.reduced |= name in op.signature.reduced
                 group.loop_at[key] = roots[root]
+    crossing = _keep_crossed_whole(group)
     _refuse_mixed_gradients(group)
     _add_pairs(group)
+    return crossing
+
+
+def _united(group: Group, ops: Sequence[Op], whole: set[Hashable]) -> _Union:
+    """Return which loops of `ops`, the first of the group, are one; add to `whole` those whose factors match no dim."""
+    union = _Union()
+    inside = set(group.ops)
+    for op in ops:
+        for tensors, all_dims in ((op.inputs, op.signature.inputs), (op.outputs, op.signature.outputs)):
+            for tensor, dims in zip(tensors, all_dims):
+                _connect(op, tensor, dims, union, whole, connect=tensor.producer in inside or not group.is_heavy)
+    return union
+
+
+def _keep_crossed_whole(group: Group) -> Op | None:
+    """Keep loops whole that are two of one op; return the op that makes them one, if they might have been split."""
+    places: dict[tuple[int, int], list[Hashable]] = defaultdict(list)
+    for key, index in group.loop_at.items():
+        places[key[0], index].append(key)
+    twice = {place: keys for place, keys in places.items() if len(keys) > 1}
+    crossed = [keys for (_, index), keys in twice.items() if not group.loops[index].whole]
+    for _, index in twice:
+        group.loops[index].whole = True
+    for count in range(1, len(group.ops) + 1) if crossed else ():
+        union = _united(group, group.ops[:count], set())
+        if any(len({union.find(key) for key in keys}) < len(keys) for keys in crossed):
+            return group.ops[count - 1]
+    return None
 
 
 def _add_pairs(group: Group) -> None:

@@ -66,7 +66,7 @@ class Replica:
         for param, part in zip(self.params, vector.split(self.shapes)):
             part = part.view(local(param).shape).to(param.dtype)
             if param.grad is None:
-                param.grad = _like(param, part.clone())
+                param.grad = _like(param, part)
             else:
                 local(param.grad).copy_(part)
 
@@ -141,7 +141,8 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def _like(param: Tensor, part: Tensor) -> Tensor:
-    """Return a part as a `DTensor` in its parameter's layout, if the parameter is one."""
+    """Return a part in its parameter's memory order, as torch's fused optimizers need it, and layout, if that is a `DTensor`."""
+    part = torch.empty_like(local(param)).copy_(part)
     if not isinstance(param, DTensor):
         return part
     return DTensor.from_local(

@@ -11,6 +11,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,9 +22,11 @@ from torch._subclasses.fake_tensor import (  # shapes without memory, on a devic
     FakeTensor,
     FakeTensorMode,
 )
+from torch.distributions import Distribution
 from torch.fx import proxy as fx_proxy  # writes down where each node of a graph comes from
 from torch.fx._lazy_graph_module import _use_lazy_graph_module  # graphs that nobody calls are not compiled
 from torch.multiprocessing.reductions import StorageWeakRef  # public module, not documented: a storage's identity
+from torch.nn.modules import transformer  # asks for the values of masks
 from torch.utils import _pytree as pytree  # the trees that `torch.export` itself flattens; the public one lacks paths
 from torch.utils._python_dispatch import (
     TorchDispatchMode,  # observes the ops below autocast and autograd
@@ -120,6 +123,42 @@ class FakeMaker:
 def without_compiling() -> AbstractContextManager[None]:
     """Leave graph modules that are made inside without Python code until they are called: export makes dozens."""
     return _use_lazy_graph_module(True)
+
+
+@contextmanager
+def without_distributions_checks() -> Iterator[None]:
+    """Let torch.distributions take arguments and samples unseen, as under `python -O`: its checks ask for their values."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
+
+
+@contextmanager
+def masks_as_given() -> Iterator[None]:
+    """Let torch's transformers add a mask without a look at its values, which say no more than whether it is the causal one.
+
+    Without `is_causal`, nn.Transformer and its encoder and decoder compare a mask with that, for a kernel that needs none.
+    """
+    theirs = transformer._detect_is_causal_mask
+    transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
+    try:
+        yield
+    finally:
+        transformer._detect_is_causal_mask = theirs
+
+
+def is_of_a_transform(target: Any) -> bool:
+    """Tell whether what a node calls begins or ends a transform of torch.func (vmap, grad, jvp)."""
+    return getattr(target, "__module__", "") == "torch._functorch.predispatch"
+
+
+def is_within_a_transform(filename: str) -> bool:
+    """Tell whether a source file runs the transforms of torch.func."""
+    place = Path(filename)
+    return place.parent.name == "_functorch" and place.stem in ("apis", "eager_transforms", "vmap")
 
 
 @contextmanager

@@ -1,8 +1,9 @@
-"""Corrects fake results whose strides or dtype differ from those that the CPU kernel makes.
+"""Corrects fake results whose strides, dtype or memory differ from those that the CPU kernel makes.
 
 Wrong strides add a copy further on (`reshape`, `contiguous`) that the real step does not make, or hide one that it
 makes. The entries were found by running each op, fake and real, on all orders of its argument's dims. Statistics that
-norms save for their backward have the dtype of their parameters, not of their input.
+norms save for their backward have the dtype of their parameters, not of their input. Some losses give a number in the
+memory of the losses of all elements, which lasts as long as the number.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ aten = torch.ops.aten
 
 
 def lay_out(func: Any, args: tuple[Any, ...], out: Any) -> Any:
-    """Return the fake result `out` of `func(*args)` with the strides and dtypes that the CPU kernel gives it."""
+    """Return the fake result `out` of `func(*args)` with the strides, dtypes and memory that the CPU kernel gives it."""
     if func in _STATISTICS:
         out = _typed_statistics(args, out, _STATISTICS[func])
     if func is aten.mkldnn_rnn_layer_backward.default:
         return (*out[:4], torch.empty_like(out[4]), *out[5:])  # the two biases' gradients do not share memory
+    if func in _LOSSES_IN_PLACE and out.dim() == 0:
+        num_elements = torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
+        return torch.empty(max(1, num_elements), dtype=out.dtype, device=out.device).as_strided((), ())
     strides_like = _FIRST_OUTPUT.get(func)
     if strides_like is None:
         return out
@@ -70,6 +74,12 @@ _FIRST_OUTPUT: dict[Any, Callable[[tuple[Any, ...], Tensor], Tensor]] = {
     aten.native_batch_norm.default: _image_like(0),
     aten.native_batch_norm_backward.default: _image_like(1),
     aten.hardswish_backward.default: _as_argument(0),
+}
+_LOSSES_IN_PLACE = {
+    aten.mse_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.binary_cross_entropy.default,
+    aten.soft_margin_loss.default,
 }
 _STATISTICS = {
     aten.native_layer_norm.default: slice(2, 4),

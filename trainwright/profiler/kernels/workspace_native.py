@@ -257,6 +257,30 @@ def _ctc_loss_backward(args: Arguments, out: Tensor) -> int:
     return num_bytes(args[6])
 
 
+def _whole_copy(position: int) -> Estimate:
+    """Return the estimate of a kernel that copies the argument at `position`, and works in the copy."""
+    return lambda args, out: num_bytes(args[position])
+
+
+def _median(args: Arguments, out: Any) -> int:
+    """Return the bytes of a copy in which the dim is consecutive, where it is not."""
+    return 0 if args[0].stride(args[1]) == 1 else num_bytes(args[0])
+
+
+def _inverse(args: Arguments, out: Any) -> int:
+    """Return the bytes of the factors, and of their pivots: 5 for each row."""
+    return num_bytes(args[0]) + 5 * args[0].shape[:-1].numel()
+
+
+def _euclidean_distances(args: Arguments, out: Tensor) -> int:
+    """Return the bytes of both operands with two columns more, whose product is squares, or of the first while it is made."""
+    first, second = (tensor.shape[:-1].numel() for tensor in args[:2])
+    width = args[0].shape[-1]
+    columns = 2 * (first + second)
+    made = first * (2 * width + 2) + columns - out.numel(), (first + second) * (width + 2) + columns - out.numel()
+    return max((first + second) * (width + 2), *made) * args[0].element_size()
+
+
 _LOSSES = {aten.mse_loss: 1, aten.smooth_l1_loss: 1, aten.huber_loss: 1, aten.binary_cross_entropy_with_logits: 2}
 _SCATTERS = (aten.scatter.src, aten.scatter.value, aten.scatter_.src, aten.scatter_.value)
 
@@ -293,6 +317,15 @@ ESTIMATES: dict[Any, Estimate] = {
     aten.scatter_add.default: _target_in_fp32,
     aten.scatter_add_.default: _target_in_fp32,
     aten.roll.default: _roll,
+    aten._cdist_forward.default: _copies(0, 1),
+    aten._cdist_backward.default: _copies(0, 1, 2),
+    aten._euclidean_dist.default: _euclidean_distances,
+    aten.searchsorted.Tensor: _copies(1),
+    aten.median.default: _whole_copy(0),
+    aten.median.dim: _median,
+    aten.cholesky_solve.default: _whole_copy(1),
+    aten.linalg_inv_ex.default: _inverse,
+    aten._linalg_svd.default: _whole_copy(0),
     aten.logsumexp.default: _logsumexp,
     aten.masked_scatter_backward.default: _masked_scatter_backward,
     aten._ctc_loss_backward.default: _ctc_loss_backward,

@@ -59,7 +59,8 @@ class Reference:
         params = dict(self.model.named_parameters())
         for name, param in params.items():
             grad = gradients.get(name)
-            param.grad = None if grad is None else grad.to(param.dtype).clone()
+            # in the parameter's memory order, as autograd has it: torch's fused optimizers go through both as they lie
+            param.grad = None if grad is None else torch.empty_like(param).copy_(grad)
         make_optimizer(self.model.named_parameters()).step()
         self.model.zero_grad(set_to_none=True)
         return {name: param.detach() for name, param in params.items()}
