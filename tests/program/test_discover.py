@@ -76,6 +76,19 @@ def test_a_kernel_that_does_not_check_its_operands_ends_no_process_but_its_own(
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_loss_of_labels_that_no_random_number_is_has_no_loop() -> None:
+    """Its labels are -1 and 1; of others it is zero, whole or in parts."""
+    vectors, labels = TensorSpec((8, 12), torch.float32, True), TensorSpec((8,), torch.float32)
+    target = torch.ops.aten.cosine_embedding_loss.default
+    call = Call("cosine_embedding_loss", (vectors, vectors, labels), {}, (TensorSpec((), torch.float32),))
+    assert discovered(target, call, [True, True, False]) is None
+
+
+def test_a_limit_that_small_numbers_do_not_reach_is_found() -> None:
+    loops = split(found(torch.ops.aten.renorm.default, (8, 16), 2, 0, 9.0, out=(8, 16)))
+    assert list(loops.values()) == [(0, "->", 0)]
+
+
 def test_what_depends_on_its_place_is_not_split_there() -> None:
     assert list(split(found(OPS.ramp.default, (8, 16), out=(8, 16))).values()) == [(0, "->", 0)]
 

@@ -8,7 +8,9 @@ is a loop if the whole outputs result in one of two ways:
     summed         the parts' outputs add up to the whole output: the loop is reduced
 
 The gradients have to recombine as well, for a random gradient of the outputs: those of cut inputs are concatenated,
-those of whole inputs summed. A loop has to hold on every draw. An op that draws random numbers, writes its inputs or
+those of whole inputs summed. A loop has to hold on every draw: of normal numbers, of large ones, and of such as labels and masks
+have for inputs without gradient. An output has to be other than zero on one of them: a loss is zero for labels that it does not
+know, whole or in parts. An op that draws random numbers, writes its inputs or
 returns different results for the same inputs is not tried. An op that refuses the small inputs is tried on others, last
 on inputs of the call's own sizes. Kernels that do not check the sizes of their inputs may write past them, so each trial runs in
 a process of its own (`apart`), and one that ends that process has failed.
@@ -37,7 +39,8 @@ SUM = -1
 _SIZES = (7, 11, 13, 8, 17, 19)
 """The sizes that replace those of a call: none is a multiple of another, and each is cut unevenly by two or three."""
 _NUM_PARTS = (2, 3)
-_NUM_DRAWS = 2
+_NORMAL, _WIDE, _LABELS = range(3)
+"""The draws: normal numbers; ten times those, which pass limits; normal ones beside −1, 0 and 1 for inputs without gradient."""
 _MAX_TRIALS, _MAX_INPUTS = 256, 6
 _MAX_ELEMENTS = 2**18
 """An op is not tried on tensors with more elements than this."""
@@ -81,7 +84,7 @@ def _tried(target: Any, call: Call, differentiated: tuple[bool, ...]) -> Signatu
         return None
     known = cache.read()
     cuts = [Cut(tuple(one), tuple(other)) for one, other in known or ()]
-    if known is None or not _alone(lambda: all(trial.holds(cut, num_draws=1) for cut in cuts)):
+    if known is None or not _alone(lambda: all(trial.holds(cut, (_NORMAL, _LABELS)) for cut in cuts)):
         cuts = _search(trial)
         cache.write([(cut.inputs, cut.outputs) for cut in cuts])
     return _signature(call, cuts) if cuts else None
@@ -141,7 +144,7 @@ class _Trial:
         """
         if any(math.prod(shape) > _MAX_ELEMENTS for shape in self.shapes):
             return False
-        inputs = self._draw(0)
+        inputs = self._draw(_NORMAL)
         before, state = [value.detach().clone() for value in inputs], torch.get_rng_state()
         try:
             first, second = self._forward(inputs), self._forward(inputs)
@@ -151,17 +154,19 @@ class _Trial:
         ranks = [out.dim() for out in first] == [len(spec.shape) for spec in self.call.outputs]
         return untouched and ranks and all(self._same(a, b) for a, b in zip(first, second))
 
-    def holds(self, cut: Cut, num_draws: int = _NUM_DRAWS) -> bool:
-        """Return True if outputs and gradients recombine as `cut` says, on `num_draws` draws of the inputs.
+    def holds(self, cut: Cut, draws: Sequence[int] = (_NORMAL, _WIDE, _LABELS)) -> bool:
+        """Return True if outputs and gradients recombine as `cut` says, on these draws of the inputs, and are not all zero.
 
         Where an output is a partial sum, an empty part is tried too.
         """
         size = self._size(cut.inputs)
         try:
-            for draw, num in itertools.product(range(num_draws), _NUM_PARTS):
+            for draw, num in itertools.product(draws, _NUM_PARTS):
                 if not self._recombines(cut, draw, _uneven(size, num)):
                     return False
-            return SUM not in cut.outputs or self._recombines(cut, 0, [size, 0])
+            if not any(bool(out.any()) for draw in draws for out in self._forward(self._draw(draw))):
+                return False
+            return SUM not in cut.outputs or self._recombines(cut, _NORMAL, [size, 0])
         except Exception:  # a part that the op does not take
             return False
 
@@ -183,7 +188,7 @@ class _Trial:
         """Return how the outputs of two parts recombine, for each output a dim or `SUM`; `None` where one does not."""
         size = self._size(dims)
         try:
-            inputs = self._draw(0)
+            inputs = self._draw(_NORMAL)
             whole = self._forward(inputs)
             parts = [self._forward(part) for part in self._parts(inputs, dims, _uneven(size, 2))]
         except Exception:
@@ -237,12 +242,15 @@ class _Trial:
                 return False
         return True
 
-    def _draw(self, seed: int) -> list[Tensor]:
-        generator = torch.Generator().manual_seed(seed)
+    def _draw(self, draw: int) -> list[Tensor]:
+        generator, scale = torch.Generator().manual_seed(draw), 10.0 if draw == _WIDE else 1.0
         values = []
         for spec, shape, wanted in zip(self.call.inputs, self.shapes, self.differentiated):
-            if spec.dtype.is_floating_point:
-                values.append(torch.randn(shape, generator=generator, dtype=self.dtype).requires_grad_(wanted))
+            if spec.dtype.is_floating_point and draw == _LABELS and not wanted:
+                values.append(torch.randint(-1, 2, shape, generator=generator).to(self.dtype))
+            elif spec.dtype.is_floating_point:
+                normal = torch.randn(shape, generator=generator, dtype=self.dtype)
+                values.append((scale * normal).requires_grad_(wanted))
             else:
                 values.append(torch.randint(0, 2, shape, generator=generator).to(spec.dtype))
         return values
