@@ -25,12 +25,15 @@ def _local_embedding(ctx: LocalContext, target: Any, args: tuple[Any, ...], kwar
 
 @rule("embedding", localize=_local_embedding)
 def embedding(call: Call) -> Signature:
-    """`v m, b* -> b* m`; the vocabulary `v` is a reduced loop."""
+    """`v m, b* -> b* m`; the vocabulary `v` is a reduced loop.
+
+    Gradients that are divided by how often a row was looked up need all lookups: the features alone are split.
+    """
     builder = SignatureBuilder()
     weight, indices = call.inputs
-    renorm = False
-    v, m = builder.loop("v", weight.shape[0], whole=renorm), builder.loop("m", weight.shape[1])
-    lead = tuple(builder.loop(f"b{k}", n) for k, n in enumerate(indices.shape))
+    counts = bool(call.arg(3, "scale_grad_by_freq", False))
+    v, m = builder.loop("v", weight.shape[0], whole=counts), builder.loop("m", weight.shape[1])
+    lead = tuple(builder.loop(f"b{k}", n, whole=counts) for k, n in enumerate(indices.shape))
     return builder.build([(v, m), lead], [(*lead, m)], ["v"])
 
 

@@ -52,6 +52,11 @@ class Tensor:
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def is_trained(self) -> bool:
+        """Return True for a parameter that gets a gradient; one that no op reads has none, nor optimizer states."""
+        return self.role == "param" and self.requires_grad and bool(self.consumers)
+
     def __repr__(self) -> str:
         return f"Tensor({self.key}, {list(self.shape)})"
 

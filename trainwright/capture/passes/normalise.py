@@ -22,6 +22,7 @@ from .linear import fuse_linears
 from .masks import restore_attention
 from .regions import flatten_regions
 from .simple import (
+    dense_gradients,
     drop_bookkeeping,
     drop_conversions,
     drop_copies,
@@ -59,6 +60,7 @@ PASSES: tuple[Pass, ...] = (
     drop_copies,
     drop_whole_slices,
     drop_inactive_dropout,
+    dense_gradients,
     reshapes,
     literal_expands,
     drop_contiguous,

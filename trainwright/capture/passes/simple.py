@@ -129,3 +129,14 @@ def drop_inactive_dropout(graph: fx.Graph, context: Context) -> None:
         named = bound(node)
         if named["p"] == 0 or not named["train"]:
             replace(node, named["input"])
+
+
+def dense_gradients(graph: fx.Graph, context: Context) -> None:
+    """Give tables of embeddings dense gradients, which have the same values; optimizers of plans keep dense states."""
+    for node in calls(graph, "embedding", "embedding_bag"):
+        if bound(node)["sparse"]:
+            place = [name for name, *_ in private.arguments(node.target)].index("sparse")  # type: ignore[arg-type]
+            if place < len(node.args):
+                node.args = (*node.args[:place], False, *node.args[place + 1 :])
+            node.kwargs = {name: value for name, value in node.kwargs.items() if name != "sparse"}
+            context.notes.append(f"sparse=True was left out of {node.meta['path'] or 'an embedding'}: gradients of tables are dense")

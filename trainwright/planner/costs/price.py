@@ -96,7 +96,7 @@ def price(executor: Executor, costs: CostModel, optimizer: OptimizerCost) -> Pri
     updates = {
         tensor: costs.optimizer_s(tensor, layout, optimizer)
         for tensor, layout in executor.local.decisions.params.items()
-        if tensor.requires_grad
+        if tensor.is_trained
     }
     total.update_s = sum(updates.values())
     total.compute_s += total.update_s

@@ -314,9 +314,7 @@ def _simulate(
             del sources[tensor]  # it comes with each micro-batch
     params = [value for tensor, value in sources.items() if tensor.role == "param"]
     tracker = MemoryTracker(target)
-    trained = [
-        (tensor.key, value) for tensor, value in sources.items() if tensor.role == "param" and value.requires_grad
-    ]
+    trained = [(tensor.key, value) for tensor, value in sources.items() if tensor.is_trained]
     gathered = _Gathered.of([each.local for each in executors], optimizer_cost)
     is_like_others = (
         room is None and not timeline and not decisions.offloaded_states and not _looks_back(optimizer_cost)
@@ -393,7 +391,7 @@ class _Gathered:
         for tensor, own in layouts.items():
             each = cost.of(tensor.key)
             whole = whole_pieces(tensor, own, each.reads)
-            if tensor.role != "param" or not tensor.requires_grad or whole == own:
+            if not tensor.is_trained or whole == own:
                 continue
             shapes = [local_shape(tensor.shape, tensor.slots, layout, mesh, coords) for layout in (whole, own)]
             if each.whole_state:

@@ -332,7 +332,7 @@ class _Builder:
         """All gradients, the held outputs, the largest of the optimizer's temporaries, and states that have come back."""
         terms: Terms = []
         if self.gradients_add_up_to_all:
-            trained = [decision for decision in self.problem.params if decision.tied[0].requires_grad]
+            trained = [decision for decision in self.problem.params if decision.tied[0].is_trained]
             terms = [term for decision in trained for term in self._at_rest(decision, decision.count)]
         for stored in self.problem.stored:
             if stored.held:

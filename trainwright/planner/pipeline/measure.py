@@ -441,7 +441,7 @@ class _Measuring:
     def _param(self, tensor: Tensor) -> Param:
         costs, layout, optimizer = self.problem.costs, self.plain.params[tensor], self.problem.optimizer
         own = costs.local_bytes(tensor, layout)
-        if not tensor.requires_grad:
+        if not tensor.is_trained:
             return Param(own, 0.0)
         return Param(
             2 * own + costs.state_bytes(tensor, layout, optimizer), costs.optimizer_s(tensor, layout, optimizer), own

@@ -35,7 +35,7 @@ class _Builder:
         """Maps a tensor to the tensor of its class's representative."""
         self.uses: list[Use] = []
         self.saved: dict[RegionClass, set[Tensor]] = {}
-        self.largest_bytes = max((tensor.num_bytes for tensor in program.params if tensor.requires_grad), default=0)
+        self.largest_bytes = max((tensor.num_bytes for tensor in program.params if tensor.is_trained), default=0)
         """The bytes of the largest parameter that is trained."""
 
     def build(self) -> Problem:
@@ -231,7 +231,7 @@ class _Builder:
         return result
 
     def _add_param_option(self, decision: Decision, tensor: Tensor, layout: Layout) -> None:
-        trained = tensor.requires_grad
+        trained = tensor.is_trained
         decision.rest_bytes.append(self.costs.block_bytes(tensor, layout))
         decision.state_bytes.append(self.costs.state_bytes(tensor, layout, self.optimizer) if trained else 0)
         rests = self.costs.resting is not None  # the smallest too, beside its parameter
