@@ -547,6 +547,22 @@ def build_translated(**_: Any) -> tuple[nn.Module, Any]:
     return Translated(), {"source": source, "target": target}
 
 
+class Tables(nn.Module):
+    """Tables whose gradients are scaled by frequency, or sparse; a layer that no forward reads."""
+
+    def __init__(self, size: int = 6) -> None:
+        super().__init__()
+        self.often, self.seldom = nn.Embedding(9, size, scale_grad_by_freq=True), nn.Embedding(9, size, sparse=True)
+        self.head, self.unused = nn.Linear(size, 4), nn.Linear(16, 32)
+
+    def forward(self, words: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(torch.tanh(self.often(words) * self.seldom(words.flip(1))).mean(1)), target)
+
+
+def build_tables() -> tuple[nn.Module, Any]:
+    return Tables(), {"words": torch.randint(0, 9, (6, 5)), "target": torch.randint(0, 4, (6,))}
+
+
 class Coloured(nn.Module):
     """Convolutions of three channels, there and back."""
 
@@ -585,4 +601,5 @@ GOOD = (
     build_timed,
     build_pairs,
     build_translated,
+    build_tables,
 )

@@ -58,6 +58,17 @@ def test_an_op_joins_no_group_that_would_make_one_of_two_of_its_loops() -> None:
         assert not {t.producer for t in op.inputs} & set(group.ops)
 
 
+def test_a_fresh_tensor_is_no_part_of_a_sum() -> None:
+    """Behind a linear map whose inputs are split, what has the map's group is a partial sum."""
+    program = build_program(
+        capture(nn.Linear(4, 6), (torch.ones(2, 4),), lambda out, _: (out * out.new_ones(6)).mean())
+    )
+    groups = program.regions[0].region_class.groups
+    linear, fresh = (next(g for g in groups if any(op.name == name for op in g.ops)) for name in ("linear", "new_ones"))
+    assert any(loop.reduced for loop in linear.loops)
+    assert not any(loop.reduced for loop in fresh.loops)
+
+
 @pytest.mark.parametrize(
     "name", ["gpt2-tiny", "llama-tiny", "bert-tiny", "t5-tiny", "mixtral-tiny", "vit-tiny", "resnet-tiny"]
 )

@@ -14,7 +14,16 @@ from tests.user_model_cases import built
 
 CASES = "tests.user_model_cases:"
 NAMES = [build.__name__ for build in plain.GOOD]
-QUICK = ("build_lstm", "build_bags", "build_graph", "build_spectral", "build_timed", "build_pairs", "build_translated")
+QUICK = (
+    "build_lstm",
+    "build_bags",
+    "build_graph",
+    "build_spectral",
+    "build_timed",
+    "build_pairs",
+    "build_translated",
+    "build_tables",
+)
 """Models with ops that no other model of these tests has."""
 ALL = slow_but(QUICK[1:], NAMES)
 

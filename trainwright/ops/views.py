@@ -322,9 +322,12 @@ def pad(call: Call) -> Signature:
     return builder.build([ins], [outs])
 
 
-@rule("new_zeros", "new_ones", "new_full", "new_empty", kind="view", localize=local_size(1, "size"))
+@rule("new_zeros", "new_ones", "new_full", "new_empty", kind="elementwise", localize=local_size(1, "size"))
 def created(call: Call) -> Signature:
-    """A fresh tensor; of the same shape as its model, it is split as that is."""
+    """A fresh tensor; of the same shape as its model, it is split as that is.
+
+    It is no view: of a model that is a partial sum, every rank would add its ones.
+    """
     builder = SignatureBuilder()
     shape, out = call.inputs[0].shape, call.outputs[0].shape
     outs = same_dims(out, builder)

@@ -139,4 +139,6 @@ def dense_gradients(graph: fx.Graph, context: Context) -> None:
             if place < len(node.args):
                 node.args = (*node.args[:place], False, *node.args[place + 1 :])
             node.kwargs = {name: value for name, value in node.kwargs.items() if name != "sparse"}
-            context.notes.append(f"sparse=True was left out of {node.meta['path'] or 'an embedding'}: gradients of tables are dense")
+            context.notes.append(
+                f"sparse=True was left out of {node.meta['path'] or 'an embedding'}: gradients of tables are dense"
+            )
