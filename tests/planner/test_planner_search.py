@@ -205,6 +205,7 @@ def test_a_search_within_a_budget_that_ends_without_an_answer_looks_at_known_sha
     assert answer.simulation.peak_bytes <= settings.budget_bytes
 
 
+@pytest.mark.slow
 def test_past_the_deadline_every_solve_is_short_and_what_is_known_is_not_held_against_recipes(monkeypatch):
     place, known = answered()
     late = replace(place.settings("joint"), deadline=Deadline(0))
