@@ -1,14 +1,15 @@
-"""Models that users write, verified on this rank: called by `tests/runtime/test_user_models.py`."""
+"""Models that users write, verified on this rank: for `tests/runtime/test_user_models.py` and `tests/program/test_calls.py`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import trainwright as tw
-from tests.models import plain
+from tests.models import calls, plain
 from tests.plans import plan_of, random_decisions
 from trainwright.artifacts import Plan
 from trainwright.capture.export import capture
@@ -30,10 +31,20 @@ def verified(plan: str, name: str) -> dict[str, Any]:
 
 def random_plan(name: str, mesh: list[int], seed: int) -> dict[str, Any]:
     """Verify a plan drawn from the whole strategy space."""
-    model, batch, *loss_fn = built(name)
+    return verified_draws(lambda: built(name), mesh, [seed])[0]
+
+
+def plans_of_a_call(expression: str, seeds: list[int]) -> list[dict[str, Any]]:
+    """Verify plans for two ranks, drawn from the whole strategy space, of a model that reads one expression."""
+    return verified_draws(lambda: calls.build(expression), [2], seeds)
+
+
+def verified_draws(build: Callable[[], tuple[Any, ...]], mesh: list[int], seeds: list[int]) -> list[dict[str, Any]]:
+    """Verify a plan for each seed, drawn from the whole strategy space of what `build` returns: model, batch, perhaps a loss."""
+    model, batch, *loss_fn = build()
     program = build_program(capture(model, batch, *loss_fn))
-    plan = plan_of(program, random_decisions(program, tuple(mesh), seed, 0.5), literals_of(batch))
-    return verify(lambda: built(name), plan).model_dump()
+    plans = [plan_of(program, random_decisions(program, tuple(mesh), seed, 0.5), literals_of(batch)) for seed in seeds]
+    return [verify(build, plan).model_dump() for plan in plans]
 
 
 def threads_with_more_plans(name: str) -> list[int]:

@@ -112,6 +112,7 @@ COPIES = [
     (aten.median.default, X),
     (aten.median.dim, T, 1),
     (aten.median.dim, T, 2),
+    (aten.median.dim, X[0, 0, 0], 0),
     (aten._euclidean_dist.default, floats(64, 8), floats(32, 8)),
     (aten.cholesky_solve.default, floats(9, 2), torch.eye(9)),
     (aten.linalg_inv_ex.default, torch.eye(40).repeat(3, 1, 1)),

@@ -13,10 +13,10 @@ QUICK = [
     "F.embedding(i, h, scale_grad_by_freq=True)",
     "h[:, :8] + h[:, :8].T",
 ]
-"""Expressions whose calls were once split where they must not be."""
+"""Expressions whose calls may not be split along every dim, for three different reasons."""
 
 
 @pytest.mark.parametrize("expression", slow_but(QUICK, EXPRESSIONS))
 def test_plans_drawn_at_random(pool2: Pool, expression: str) -> None:
-    reports = pool2.run("tests.call_cases:random_plans", expression=expression, seeds=[0, 1])[0]
+    reports = pool2.run("tests.user_model_cases:plans_of_a_call", expression=expression, seeds=[0, 1])[0]
     assert all(report["passed"] for report in reports), reports

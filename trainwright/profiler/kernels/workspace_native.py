@@ -4,6 +4,7 @@
     softmax, norms, pooling    a contiguous copy of each operand that is not contiguous
     reductions of bf16, fp16   a copy of the operand in fp32
     products                   a contiguous copy of each operand that BLAS cannot read
+    distances, medians, …      copies of operands: contiguous ones, or such that the kernel works in
     others, of conjugates      a copy of each
 
 Each entry was found by running the kernel under the allocator's records; `tests/profiler/test_profiler_workspace.py` does so
@@ -264,7 +265,8 @@ def _whole_copy(position: int) -> Estimate:
 
 def _median(args: Arguments, out: Any) -> int:
     """Return the bytes of a copy in which the dim is consecutive, where it is not."""
-    return 0 if args[0].stride(args[1]) == 1 else num_bytes(args[0])
+    is_consecutive = args[0].dim() == 0 or args[0].stride(args[1]) == 1
+    return 0 if is_consecutive else num_bytes(args[0])
 
 
 def _inverse(args: Arguments, out: Any) -> int:
