@@ -56,7 +56,9 @@ def test_an_export_without_compiling_is_the_same_export():
     assert torch.equal(lazy.module()(torch.ones(3)), torch.full((3,), 2.0)), RELEASE
 
 
-def test_distributions_check_nothing_while_they_are_told_so():
+def test_distributions_check_nothing_while_they_are_told_so(monkeypatch):
+    # torch.compile turns the checks off for the rest of its process.
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
     with private.without_distributions_checks():
         assert torch.distributions.Normal(0.0, -1.0).scale == -1, RELEASE
     with pytest.raises(ValueError, match="constraint"):
