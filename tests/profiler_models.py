@@ -1,12 +1,13 @@
 """A few small models for the tests of the profiler: each a function that returns (model, batch, loss_fn).
 
-Those of `benchmarks.profiler.architectures` are many more.
+Those of `benchmarks.profiler.architectures` are many more. And what tests skip where a processor lacks it.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -15,7 +16,13 @@ from benchmarks.profiler.plain import conv_net as cnn
 from benchmarks.profiler.plain import tied_and_frozen as tied
 
 __all__ = ["Built", "LengthDependent", "TiedAndFrozen", "cnn", "gpt2", "gru", "length_dependent", "llama", "llama_bf16"]
-__all__ += ["llama_checkpointed", "llama_padded", "lstm", "mlp", "t5", "tied", "tokens"]
+__all__ += ["llama_checkpointed", "llama_padded", "lstm", "mlp", "skip_without_bf16_lstm", "t5", "tied", "tokens"]
+
+
+def skip_without_bf16_lstm() -> None:
+    """Skip a test that runs an LSTM in bf16 where the processor cannot."""
+    if "AVX512" not in torch.backends.cpu.get_cpu_capability():
+        pytest.skip("oneDNN runs an LSTM in bf16 with AVX512 alone")
 
 
 def tokens(vocab: int = 331, batch: int = 4, length: int = 48) -> Tensor:

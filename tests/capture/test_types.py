@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -171,3 +173,20 @@ def test_a_model_on_two_devices_is_refused() -> None:
     for verb in (tw.profile, tw.plan):
         with pytest.raises(UserError, match=r"one device is needed; 0\.weight on cpu and 1\.weight on cuda:0"):
             verb(model, (X, Y), loss_fn=nn.CrossEntropyLoss(), hardware="cpu:2")
+
+
+def test_a_refused_trial_keeps_no_tensor_of_its_caller() -> None:
+    """Its error's frames would: the memory of the caller's step then seems to be taken until Python collects them."""
+
+    def caller() -> weakref.ref[Tensor]:
+        held = torch.ones(3)
+        call = (torch.ones(1, 6, 4, 4), torch.ones(6, 3, 3, 3), None, [2, 2], [1, 1], [1, 1], True, [1, 1], 1)
+        refused(aten.convolution.default, call, {})
+        return weakref.ref(held)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert caller()() is None
+    finally:
+        gc.enable()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from profiler_models import skip_without_bf16_lstm
 from torch.utils.checkpoint import checkpoint
 
 from trainwright.ops.flops import flops
@@ -117,6 +118,8 @@ COPIES = [
     (aten.cholesky_solve.default, floats(9, 2), torch.eye(9)),
     (aten.linalg_inv_ex.default, torch.eye(40).repeat(3, 1, 1)),
     (aten._linalg_svd.default, floats(40, 30)),
+    (aten.linalg_matrix_exp.default, 3 * floats(40, 40)),
+    (aten.linalg_matrix_exp.default, floats(6, 40, 40)),
 ]
 REDUCED = [
     (aten.sum.dim_IntList, B, [0, 2]),
@@ -278,6 +281,8 @@ def test_convolutions_too_large_to_be_made(monkeypatch, n, c_in, c_out, size, ke
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 def test_an_lstm_layer_keeps_and_takes_what_is_seen(dtype):
+    if dtype is BF16:
+        skip_without_bf16_lstm()
     x, state = floats(20, 5, 32, dtype=dtype), floats(5, 48, dtype=dtype)
     weights = [floats(192, size, dtype=dtype) for size in (32, 48)] + [floats(192, dtype=dtype)] * 2
     call = (x, *weights, state, state, False, [], 2, 48, 2, True, False, True, True)

@@ -204,7 +204,7 @@ def _error_of(target: Any, bound: dict[str, Any], operands: tuple[Operand, ...])
                 asked = [leaf for leaf in leaves if leaf.requires_grad]
                 torch.autograd.grad(outs, asked, [torch.ones_like(each) for each in outs], allow_unused=True)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:  # NotImplementedError is a RuntimeError
-        return error
+        return error.with_traceback(None)  # whose frames would keep the tensors of all callers
     return None
 
 

@@ -133,7 +133,6 @@ _UNWRITTEN = (
     aten.dist.default,
     aten.isinf.default,
     aten.ldexp.Tensor,
-    aten.linalg_matrix_exp.default,
 )
 """ATen's own kernels whose temporaries follow from many small rules that are not modelled here, so they are measured."""
 

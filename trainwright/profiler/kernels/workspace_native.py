@@ -13,6 +13,7 @@ again. Scalars (a Python number becomes a tensor of 8 bytes, and its cast of 4) 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -274,6 +275,15 @@ def _inverse(args: Arguments, out: Any) -> int:
     return num_bytes(args[0]) + 5 * args[0].shape[:-1].numel()
 
 
+def _matrix_exp(args: Arguments, out: Tensor) -> int:
+    """Return the bytes of the powers of a matrix: twelve for a norm above 1, fewer for smaller ones, whose values nobody knows.
+
+    A batch is sorted by norms and takes ten of its size, and three numbers a matrix.
+    """
+    num_matrices = math.prod(out.shape[:-2])
+    return 12 * num_bytes(out) if num_matrices == 1 else 10 * num_bytes(out) + 3 * num_matrices * out.element_size()
+
+
 def _euclidean_distances(args: Arguments, out: Tensor) -> int:
     """Return the bytes of both operands with two columns more, whose product is squares, or of the first while it is made."""
     first, second = (tensor.shape[:-1].numel() for tensor in args[:2])
@@ -327,6 +337,7 @@ ESTIMATES: dict[Any, Estimate] = {
     aten.median.dim: _median,
     aten.cholesky_solve.default: _whole_copy(1),
     aten.linalg_inv_ex.default: _inverse,
+    aten.linalg_matrix_exp.default: _matrix_exp,
     aten._linalg_svd.default: _whole_copy(0),
     aten.logsumexp.default: _logsumexp,
     aten.masked_scatter_backward.default: _masked_scatter_backward,
