@@ -194,6 +194,32 @@ def test_frozen_tied_and_nested_are_named() -> None:
     ]
 
 
+RESHAPED = {
+    "unsqueeze": lambda h: h.unsqueeze_(1).reshape(-1, 6),
+    "squeeze": lambda h: h.unsqueeze(1).squeeze_(1),
+    "transpose": lambda h: h.t_().transpose_(0, 1),
+    "swapaxes": lambda h: h.swapaxes_(0, 1).t(),
+    "written after": lambda h: (h * 1).unsqueeze_(0).mul_(2.0).reshape(-1, 6),
+}
+
+
+@pytest.mark.parametrize("name", RESHAPED)
+def test_a_shape_changed_in_place_is_a_view(name: str) -> None:
+    class Reshaped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.inner, self.outer = nn.Linear(4, 6), nn.Linear(6, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.outer(RESHAPED[name](2 * self.inner(x))).square().mean()
+
+    batch = {"x": torch.ones(3, 4)}
+    captured = capture(Reshaped(), batch)
+    assert not [node for node in _calls(captured) if node.target._schema.is_mutable]
+    assert_same_step(graph_step(captured, Reshaped(), batch), eager_step(Reshaped(), batch))
+
+
 def test_no_activation_is_written_in_place() -> None:
     model, batch, _ = _user_model(plain.build_inplace)
     captured = capture(model, batch)

@@ -237,6 +237,39 @@ def test_transforms_are_refused_by_name(build, line):
     assert line in str(error.value)
 
 
+class SlopeOf(nn.Module):
+    """A gradient inside the forward, through a module of each kind."""
+
+    def __init__(self, middle):
+        super().__init__()
+        self.body, self.middle, self.head = nn.Linear(24, 16), middle, nn.Linear(16, 1)
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        h = self.middle(self.body(x))
+        (slope,) = torch.autograd.grad(self.head(h[0] if isinstance(h, tuple) else h).sum(), x, create_graph=True)
+        return slope.square().mean()
+
+
+SIMPLE = [nn.ReLU(), nn.GELU(), nn.Softmax(-1), nn.RMSNorm(16), nn.Unflatten(1, (2, 8)), nn.PReLU()]
+COMPOUND = [nn.LayerNorm(16), nn.BatchNorm1d(16), nn.GroupNorm(2, 16), nn.Dropout(0.3), nn.LSTM(16, 16)]
+
+
+@pytest.mark.parametrize("middle", SIMPLE, ids=lambda middle: type(middle).__name__)
+def test_a_gradient_within_the_forward_is_part_of_the_graph(middle):
+    width = 8 if isinstance(middle, nn.Unflatten) else 16
+    model = SlopeOf(middle)
+    model.head = nn.Linear(width, 1)
+    captured = capture(model, {"x": torch.randn(4, 24)})
+    assert not [node for node in captured.graph.nodes if node.meta.get("role") == "const"]
+
+
+@pytest.mark.parametrize("middle", COMPOUND, ids=lambda middle: type(middle).__name__)
+def test_a_gradient_through_a_compound_op_is_refused_by_name(middle):
+    with pytest.raises(UserError, match=r"that goes through simple ops is needed .* goes through .*write that op"):
+        capture(SlopeOf(middle), {"x": torch.randn(4, 24)})
+
+
 class BranchOnActivations(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -31,6 +31,7 @@ ALLOWED = {
     "profiler/values.py": "ops that fake tensors refuse, or whose masks decide a shape",
     "torch_internals/repeats.py": "the one op whose plain numbers decide its result's place in memory",
     "capture/description.py": "any op serves, to name the type of its packet",
+    "capture/gradients.py": "a backward op that is a convolution, and those that read what a norm saves",
     "capture/own_backwards.py": "the op by which a constant enters a function",
     "planner/costs/update.py": "the lookups in the code tables of 8-bit optimizers, whose lines were measured",
 }

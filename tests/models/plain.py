@@ -579,6 +579,48 @@ def build_coloured() -> tuple[nn.Module, Any]:
     return Coloured(), {"x": torch.randn(4, 3, 6, 6)}
 
 
+class Informed(nn.Module):
+    """Takes gradients in its forward: the residual of Burgers' equation, and the penalty of a critic's slope."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.field = nn.Sequential(nn.Linear(2, 12), nn.Tanh(), nn.Linear(12, 12), nn.SiLU(), nn.Linear(12, 1))
+        self.critic = nn.Sequential(nn.Conv2d(3, 6, 3, 2, 1), nn.LeakyReLU(0.2), nn.Conv2d(6, 4, 3, 2, 1), nn.ReLU())
+
+    def forward(self, time: Tensor, place: Tensor, image: Tensor) -> Tensor:
+        time, place = time.clone().requires_grad_(), place.clone().requires_grad_()
+        u = self.field(torch.stack([time, place], 1)).squeeze(1)
+        by_time, by_place = torch.autograd.grad(u.sum(), (time, place), create_graph=True)
+        (twice_by_place,) = torch.autograd.grad(by_place.sum(), place, create_graph=True)
+        image = (0.5 * image).requires_grad_()
+        (slope,) = torch.autograd.grad(self.critic(image).sum(), image, create_graph=True)
+        residual = by_time + u * by_place - 0.1 * twice_by_place
+        return residual.square().mean() + (slope.flatten(1).norm(dim=1) - 1).square().mean()
+
+
+def build_informed() -> tuple[nn.Module, Any]:
+    return Informed(), {"time": torch.rand(6), "place": torch.randn(6), "image": torch.randn(6, 3, 8, 8)}
+
+
+class Rotated(nn.Module):
+    """Complex numbers in the memory of real ones, their conjugates and those' imaginary parts, and a shape changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.middle, self.head = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        rows = (2 * self.inner(x)).unsqueeze_(1)
+        numbers = torch.view_as_complex(rows.reshape(-1, 4, 2))
+        turned = torch.polar(torch.ones(4), torch.arange(4.0)) * numbers.conj() * numbers
+        mixed = torch.complex(turned.conj().imag * numbers.real, numbers.conj().imag.exp())
+        return F.cross_entropy(self.head(torch.relu(self.middle(torch.view_as_real(mixed).flatten(1)))), target)
+
+
+def build_rotated() -> tuple[nn.Module, Any]:
+    return Rotated(), {"x": torch.randn(5, 6), "target": torch.randint(0, 3, (5,))}
+
+
 GOOD = (
     build_inline,
     build_graph,
@@ -602,4 +644,6 @@ GOOD = (
     build_pairs,
     build_translated,
     build_tables,
+    build_informed,
+    build_rotated,
 )

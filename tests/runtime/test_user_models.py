@@ -23,6 +23,8 @@ QUICK = (
     "build_pairs",
     "build_translated",
     "build_tables",
+    "build_informed",
+    "build_rotated",
 )
 """Models with ops that no other model of these tests has."""
 ALL = slow_but(QUICK[1:], NAMES)
@@ -48,6 +50,13 @@ def test_plans_drawn_at_random(pool2: Pool, name: str, seed: int) -> None:
 def test_a_rank_without_a_part_sends_complex_numbers_too(pool4: Pool, seed: int) -> None:
     """Three examples on four ranks: the last has none, and its transforms meet those of the others."""
     report = pool4.run(CASES + "random_plan", name="build_spectral", mesh=[4], seed=seed)[0]
+    assert report["passed"], report
+
+
+@pytest.mark.parametrize("seed", [1, 4])
+def test_what_is_recomputed_is_read_as_it_was_saved(pool2: Pool, seed: int) -> None:
+    """A conjugate, a negative and complex numbers in the memory of real ones, of values that are not kept."""
+    report = pool2.run(CASES + "random_plan", name="build_rotated", mesh=[2], seed=seed)[0]
     assert report["passed"], report
 
 

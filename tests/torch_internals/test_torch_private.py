@@ -56,6 +56,23 @@ def test_an_export_without_compiling_is_the_same_export():
     assert torch.equal(lazy.module()(torch.ones(3)), torch.full((3,), 2.0)), RELEASE
 
 
+def test_marks_are_those_of_conjugates_and_their_imaginary_parts():
+    numbers = torch.complex(torch.ones(3), torch.arange(3.0))
+    part = numbers.conj().imag
+    assert (numbers.conj().is_conj(), part.is_neg()) == (True, True), RELEASE
+    memory = torch.empty(0).set_(part.untyped_storage(), part.storage_offset(), part.size(), part.stride())
+    assert torch.equal(private.with_marks(memory, False, True), part), RELEASE
+    assert torch.equal(private.with_marks(numbers, True, False), numbers.conj()), RELEASE
+
+
+def test_composite_ops_are_traced_in_parts_where_asked():
+    layer = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5))
+    with private.composites_in_parts():
+        graph = torch.export.export(layer, (torch.ones(2, 3),), strict=False).graph
+    names = [private.packet(node.target) for node in graph.nodes if node.op == "call_function"]
+    assert names == ["t", "addmm", "dropout"], RELEASE
+
+
 def test_distributions_check_nothing_while_they_are_told_so(monkeypatch):
     # torch.compile turns the checks off for the rest of its process.
     monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
@@ -92,6 +109,7 @@ def test_ops_say_what_they_write_view_and_draw():
     assert [private.is_mutating(op) for op in (add_, add)] == [True, False], RELEASE
     assert private.mutated_arguments(add_) == ["self"], RELEASE
     assert [private.is_view(op) for op in (aten.view.default, add)] == [True, False], RELEASE
+    assert [private.reshapes_in_place(op) for op in (aten.unsqueeze_.default, add_)] == [True, False], RELEASE
     assert [private.is_random(op) for op in (aten.dropout.default, aten.rand.default, add)] == [True, True, False], (
         RELEASE
     )

@@ -24,7 +24,15 @@ from ..torch_internals.fakes import FakeMode, fake_like, faked, new_mode
 from .call import LossFn, call_model, find_loss, loss_of, name_of_loss
 from .dtypes import check_types
 from .experts import lifted_experts
-from .export_errors import explained, innermost_line, is_inside, refuse_transforms, transforms_refused
+from .export_errors import (
+    explained,
+    innermost_line,
+    is_inside,
+    refuse_transforms,
+    refuse_unfollowed,
+    transforms_refused,
+)
+from .gradients import follow_saved, unfollowed, without_rules
 from .module_state import Watch, same_calls
 from .own_backwards import lifted_backwards
 from .passes.normalise import Context, normalise
@@ -227,6 +235,11 @@ def _export(model: nn.Module, batch: Any, loss_fn: Any) -> tuple[Any, Watch]:
         # modules that keep their weights in a list as well (LSTM) are told off by torch for what is torch's own doing
         warnings.filterwarnings("ignore", message="The tensor attribute")
         program = torch.export.export(step, (batch,), strict=False)
+        if unfollowed(program):
+            with private.composites_in_parts():
+                program = torch.export.export(step, (batch,), strict=False)
+            follow_saved(program)
+            refuse_unfollowed(program.graph, unfollowed(program), without_rules(program.graph))
         refuse_transforms(program.graph)
         return program, step.watch
 

@@ -80,6 +80,26 @@ def refuse_transforms(graph: fx.Graph) -> None:
         )
 
 
+def refuse_unfollowed(graph: fx.Graph, names: list[str], without_rules: list[fx.Node]) -> None:
+    """Raise `UserError` for a gradient within the forward that the graph cannot hold.
+
+    names: placeholders of results of the forward that the graph does not make; without_rules: backward ops that it cannot split.
+    """
+    unmade = [node for node in graph.nodes if node.op == "placeholder" and node.name in names]
+    readers = [user for node in unmade for user in node.users] + without_rules
+    if readers:
+        where = innermost_line(readers[0].meta.get("stack_trace") or "") or "the forward"
+        raise UserError(
+            "a gradient within the forward that goes through simple ops is needed (products, convolutions, "
+            f"activations); {where} goes through {_name_of(readers[0])}, which reads what a norm, a dropout or another compound "
+            "op has saved; write that op as simpler ones, such as nn.RMSNorm, or leave it out of what is differentiated"
+        )
+
+
+def _name_of(node: fx.Node) -> str:
+    return private.packet(node.target) if isinstance(node.target, private.OpOverload) else node.name
+
+
 def _transform(where: str) -> UserError:
     return UserError(
         f"a forward without transforms of torch.func (vmap, grad, jvp) is needed; {where} has one; write vmap as ops on the whole "

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..artifacts import UserError
+from ..torch_internals.private import with_marks
 from .instructions import Compute, Instruction
 from .local import LocalProgram
 from .offload import OffloadedStorage, OffloadRun
@@ -45,6 +46,17 @@ class _Saved:
     size: Any = None
     stride: Any = None
     offset: int = 0
+    dtype: torch.dtype | None = None
+    marks: tuple[bool, bool] = (False, False)
+    """Whether it is read as a conjugate, and as a negative, of what its memory holds."""
+
+    def release(self, source: RegionMemory | OffloadedStorage) -> None:
+        """Give up the tensor, whose contents `source` will have, and remember how it lies in its storage."""
+        tensor = self.tensor
+        assert tensor is not None
+        self.size, self.stride, self.offset = tensor.size(), tensor.stride(), int(tensor.storage_offset())
+        self.dtype, self.marks = tensor.dtype, _marks(tensor)
+        self.memory, self.tensor = source, None
 
 
 class RegionMemory:
@@ -133,14 +145,11 @@ class RegionMemory:
         item = self.offload.find(tensor) if self.offload is not None and tensor is not None else None
         if self.offload is not None and item is not None and tensor is not None:
             self.offload.save(item, tensor)
-            saved.size, saved.stride, saved.offset = tensor.size(), tensor.stride(), int(tensor.storage_offset())
-            saved.memory, saved.tensor = item, None
+            saved.release(item)
 
     def _release(self, saved: _Saved, place: tuple[int, int]) -> None:
-        tensor = saved.tensor
-        assert tensor is not None
-        saved.size, saved.stride, saved.offset = tensor.size(), tensor.stride(), int(tensor.storage_offset())
-        saved.memory, saved.place, saved.tensor = self, place, None
+        saved.release(self)
+        saved.place = place
         self.waiting[place] += 1
         self.executor.released.add(place)
 
@@ -251,7 +260,16 @@ def unpack(saved: _Saved) -> Tensor:
     tensor = saved.memory.fetch(saved.place)
     if saved.place[1] >= 0:
         return tensor
-    return torch.as_strided(tensor, saved.size, saved.stride, saved.offset)
+    if tensor.dtype is saved.dtype and _marks(tensor) == saved.marks:
+        return torch.as_strided(tensor, saved.size, saved.stride, saved.offset)
+    # A view as another type (`view_as_complex`), or one with another mark (`conj`), of the same memory.
+    whole = torch.empty(0, dtype=saved.dtype, device=tensor.device)
+    whole.set_(tensor.untyped_storage(), saved.offset, saved.size, saved.stride)
+    return with_marks(whole, *saved.marks)
+
+
+def _marks(tensor: Tensor) -> tuple[bool, bool]:
+    return tensor.is_conj(), tensor.is_neg()
 
 
 def _storage(tensor: Tensor) -> int:

@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import (  # shapes without memory, on a devic
 from torch.distributions import Distribution
 from torch.fx import proxy as fx_proxy  # writes down where each node of a graph comes from
 from torch.fx._lazy_graph_module import _use_lazy_graph_module  # graphs that nobody calls are not compiled
+from torch.fx.experimental import proxy_tensor  # writes calls into a graph
 from torch.multiprocessing.reductions import StorageWeakRef  # public module, not documented: a storage's identity
 from torch.nn.modules import transformer  # asks for the values of masks
 from torch.utils import _pytree as pytree  # the trees that `torch.export` itself flattens; the public one lacks paths
@@ -51,6 +52,7 @@ __all__ = [
     "classes_in_form",
     "compiled_by_script",
     "compiled_in_place",
+    "composites_in_parts",
     "dtensor_like",
     "flatten",
     "flatten_batch",
@@ -77,6 +79,7 @@ __all__ = [
     "returned_argument",
     "storage_of",
     "unflatten",
+    "with_marks",
     "with_plain_random_ops",
     "without_compiling",
     "without_modes",
@@ -148,6 +151,28 @@ def masks_as_given() -> Iterator[None]:
         yield
     finally:
         transformer._detect_is_causal_mask = theirs
+
+
+@contextmanager
+def composites_in_parts() -> Iterator[None]:
+    """Let an export see the calls that composite ops are made of: `linear` as a transpose and a product.
+
+    A gradient within a forward reads what those calls have saved. Dropout stays whole: its parts draw numbers by themselves.
+    """
+    theirs = proxy_tensor.maybe_handle_decomp
+
+    def in_parts(mode: Any, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = theirs(mode, op, args, kwargs)
+        if found is not NotImplemented or is_view(op) or is_random(op):
+            return found
+        with mode:
+            return op.decompose(*args, **kwargs)
+
+    proxy_tensor.maybe_handle_decomp = in_parts  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        proxy_tensor.maybe_handle_decomp = theirs
 
 
 def is_of_a_transform(target: Any) -> bool:
@@ -237,6 +262,11 @@ def is_mutating(target: Any) -> bool:
     return isinstance(target, OpOverload) and target._schema.is_mutable
 
 
+def reshapes_in_place(target: Any) -> bool:
+    """Tell whether the op changes the shape of its first argument itself, as `unsqueeze_` does."""
+    return is_mutating(target) and torch.Tag.inplace_view in target.tags
+
+
 def takes_device(target: Any) -> bool:
     """Tell whether the op `target` is told on which device to make its result, as `arange` is."""
     return isinstance(target, OpOverload) and any(arg.name == "device" for arg in target._schema.arguments)
@@ -302,6 +332,12 @@ def overload_of(target: OpOverload, name: str) -> Any | None:
     if target._overloadname in overloads:
         return getattr(other, target._overloadname)
     return getattr(other, overloads[0]) if len(overloads) == 1 else None
+
+
+def with_marks(tensor: torch.Tensor, is_conjugate: bool, is_negative: bool) -> torch.Tensor:
+    """Return a view that is read as the conjugate, and as the negative, of what the tensor's memory holds, as is asked."""
+    marked = tensor.conj() if is_conjugate else tensor
+    return torch._neg_view(marked) if is_negative else marked
 
 
 def storage_of(tensor: torch.Tensor) -> StorageWeakRef:

@@ -2,7 +2,8 @@
 
 A write goes to one tensor, and is seen through every other view of the same memory. So for `x[:, 1:].copy_(y)` the new
 value of the slice is scattered back into a new `x`, and what is read later, of `x` or of any view of it, is read from
-the new one. Writes to buffers stay: they outlast the step (`normalise_effects`).
+the new one. Writes to buffers stay: they outlast the step (`normalise_effects`). What writes no element but the shape
+(`unsqueeze_`) becomes the view that it makes of its operand.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from .effects import check_written
 
 def functionalise(graph: fx.Graph, context: Context) -> None:
     """Rewrite in-place calls on activations out of place; those on buffers stay. `UserError` for one on a parameter."""
+    _view_in_place_of_reshaping(graph, context)
     writes = [node for node in graph.nodes if node.op == "call_function" and private.is_mutating(node.target)]
     order = {node: position for position, node in enumerate(graph.nodes)}
     # settled here once: the values by which it is known who shares memory are those of the graph as it came
@@ -50,6 +52,19 @@ def functionalise(graph: fx.Graph, context: Context) -> None:
             rewritten += 1
         else:
             context.notes.append(f"{private.packet(node.target)} stays in place: {node.meta['stack']}")
+    if rewritten:
+        propagate(graph, context)
+
+
+def _view_in_place_of_reshaping(graph: fx.Graph, context: Context) -> None:
+    """Let calls that reshape their operand itself return a view; what is called later reads that, as torch's trace has it."""
+    rewritten = False
+    for node in graph.nodes:
+        if node.op == "call_function" and private.reshapes_in_place(node.target):
+            operand, name = node.args[0], private.packet(node.target).removesuffix("_")
+            view = SPECIAL.get(str(node.target)) or private.overload_of(node.target, name)
+            if view is not None and operand.meta.get("role") not in ("param", "buffer", "const"):
+                node.target, rewritten = view, True
     if rewritten:
         propagate(graph, context)
 
@@ -233,6 +248,7 @@ def _into_same(write: _Write, view: fx.Node, source: fx.Node, new: fx.Node) -> f
 SPECIAL: dict[str, Any] = {
     "aten.bernoulli_.float": aten.bernoulli.p,
     "aten.normal_.default": aten.normal_functional.default,
+    "aten.transpose_.default": aten.transpose.int,
 }
 
 SCATTERS: dict[str, Callable[[_Write, fx.Node, fx.Node, fx.Node], fx.Node]] = {

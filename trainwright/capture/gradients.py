@@ -1,0 +1,111 @@
+"""Completes the graph of a forward that takes a gradient (`torch.autograd.grad`), as physics-informed losses and penalties do.
+
+What the engine runs is written into the graph like any other call, but what autograd saved for it comes back as other tensor
+objects, which an export takes for constants. They are the results of earlier calls, told by their memory. A convolution's
+backward that is asked for the gradient of its input alone becomes the convolution that it is. Backward ops of norms, and
+others that leave results out, are refused: they read statistics that no rule follows.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..torch_internals import private
+
+aten = torch.ops.aten
+LIFTED = "lifted_tensor_"
+"""What torch names the tensors that a forward reads and that come from none of its inputs, parameters and buffers."""
+
+
+def unfollowed(program: Any) -> list[str]:
+    """Return the placeholders of results of the forward that an exported graph reads and does not make."""
+    specs = [spec for spec in program.graph_signature.input_specs if LIFTED in (spec.target or "")]
+    names = [spec.arg.name for spec in specs if isinstance(program.constants.get(spec.target), private.FakeTensor)]
+    placeholders = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    return [name for name in names if any(user.users for user in placeholders[name].users)]
+
+
+def follow_saved(program: Any) -> None:
+    """Let the graph read the call that made a saved tensor in place of it, and convolve where a backward op is that."""
+    graph: fx.Graph = program.graph
+    targets = {spec.arg.name: spec.target for spec in program.graph_signature.input_specs}
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    for name in unfollowed(program):
+        node = next(node for node in graph.nodes if node.name == name)
+        for user in list(node.users):
+            found = _made(program.constants[targets[name]], [each for each in order if order[each] < order[user]])
+            if found is not None:
+                user.replace_input_with(node, found)
+    for node in graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
+        if [value is not None for value in node.meta["val"]] == [True, False, False]:
+            _as_convolution(graph, node)
+
+
+def without_rules(graph: fx.Graph) -> list[fx.Node]:
+    """Return the backward ops of norms, and all that leave out a result, which a graph of tensors cannot say."""
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    return [node for node in calls if _leaves_out(node) or _reads_statistics(node)]
+
+
+def _leaves_out(node: fx.Node) -> bool:
+    values = node.meta.get("val")
+    return isinstance(values, (tuple, list)) and any(value is None for value in values)
+
+
+def _reads_statistics(node: fx.Node) -> bool:
+    if isinstance(node.target, private.OpOverload):
+        return private.packet(node.target) in ("native_layer_norm_backward", "native_batch_norm_backward")
+    if node.target is not operator.getitem:
+        return False
+    source, index = node.args  # the backward of group norms is written in ops that read them
+    of_group_norm = isinstance(source, fx.Node) and source.target is aten.native_group_norm.default
+    return bool(of_group_norm and index and node.users)
+
+
+def _made(saved: Tensor, nodes: list[fx.Node]) -> fx.Node | None:
+    """Return the last of the nodes whose result lies where the saved tensor does; one through which a gradient goes, if any."""
+    found = [node for node in nodes if LIFTED not in node.name and _lies_like(node.meta.get("val"), saved)]
+    followed = [node for node in found if node.meta["val"].requires_grad]
+    return followed[-1] if followed else found[-1] if found else None
+
+
+def _lies_like(value: Any, saved: Tensor) -> bool:
+    return isinstance(value, Tensor) and _place(value) == _place(saved)
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    lies = (
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.storage_offset(),
+        tensor.dtype,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+    return (private.StorageWeakRef(tensor.untyped_storage()).cdata, *lies)
+
+
+def _as_convolution(graph: fx.Graph, node: fx.Node) -> None:
+    """Put the convolution that the gradient of an input is in place of a backward op that gives nothing else."""
+    arguments: tuple[Any, ...] = node.args
+    grad, x, weight, _, stride, padding, dilation, transposed, _, groups, _ = arguments
+    sizes = zip(
+        x.meta["val"].shape[2:], grad.meta["val"].shape[2:], weight.meta["val"].shape[2:], stride, padding, dilation
+    )
+    left = [0] * len(stride)
+    if not transposed:
+        left = [
+            size - ((out - 1) * step - 2 * pad + gap * (kernel - 1) + 1) for size, out, kernel, step, pad, gap in sizes
+        ]
+    with graph.inserting_before(node):
+        call = (grad, weight, None, stride, padding, dilation, not transposed, left, groups)
+        made = graph.call_function(aten.convolution.default, call)
+    made.meta = {**node.meta, "val": node.meta["val"][0]}
+    for item in list(node.users):
+        item.replace_all_uses_with(made)
+        graph.erase_node(item)
+    graph.erase_node(node)
