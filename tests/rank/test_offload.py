@@ -54,6 +54,16 @@ def test_contents_come_back_in_any_dtype_and_order(store, in_flight_bytes: int) 
         assert torch.equal(again, wanted)
 
 
+@pytest.mark.parametrize("store", [DiskStore, lambda: HostStore(torch.device("cpu"))])
+def test_memory_leaves_as_it_lies_though_a_conjugate_is_saved_first(store) -> None:
+    run, numbers = OffloadRun(store(), 0), torch.randn(100, dtype=torch.complex64)
+    wanted, item = numbers.clone(), run.register(numbers)
+    run.save(item, numbers.conj())
+    run.end_forward()
+    numbers.zero_()
+    assert torch.equal(item.fetch(), wanted)
+
+
 def test_the_space_of_what_came_back_is_used_again() -> None:
     store = DiskStore()
     for _ in range(3):
