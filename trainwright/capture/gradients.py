@@ -9,6 +9,7 @@ others that leave results out, are refused: they read statistics that no rule fo
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -33,13 +34,18 @@ def follow_saved(program: Any) -> None:
     """Let the graph read the call that made a saved tensor in place of it, and convolve where a backward op is that."""
     graph: fx.Graph = program.graph
     targets = {spec.arg.name: spec.target for spec in program.graph_signature.input_specs}
-    order = {node: place for place, node in enumerate(graph.nodes)}
+    order = {node: position for position, node in enumerate(graph.nodes)}
+    placeholders = {node.name: node for node in order if node.op == "placeholder"}
+    results: defaultdict[Any, list[fx.Node]] = defaultdict(list)
+    for node in order:
+        if isinstance(node.meta.get("val"), Tensor) and LIFTED not in node.name:
+            results[_place(node.meta["val"])].append(node)
     for name in unfollowed(program):
-        node = next(node for node in graph.nodes if node.name == name)
-        for user in list(node.users):
-            found = _made(program.constants[targets[name]], [each for each in order if order[each] < order[user]])
+        alike = results[_place(program.constants[targets[name]])]
+        for user in list(placeholders[name].users):
+            found = _last([node for node in alike if order[node] < order[user]])
             if found is not None:
-                user.replace_input_with(node, found)
+                user.replace_input_with(placeholders[name], found)
     for node in graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
         if [value is not None for value in node.meta["val"]] == [True, False, False]:
             _as_convolution(graph, node)
@@ -66,27 +72,16 @@ def _reads_statistics(node: fx.Node) -> bool:
     return bool(of_group_norm and index and node.users)
 
 
-def _made(saved: Tensor, nodes: list[fx.Node]) -> fx.Node | None:
-    """Return the last of the nodes whose result lies where the saved tensor does; one through which a gradient goes, if any."""
-    found = [node for node in nodes if LIFTED not in node.name and _lies_like(node.meta.get("val"), saved)]
-    followed = [node for node in found if node.meta["val"].requires_grad]
-    return followed[-1] if followed else found[-1] if found else None
-
-
-def _lies_like(value: Any, saved: Tensor) -> bool:
-    return isinstance(value, Tensor) and _place(value) == _place(saved)
+def _last(alike: list[fx.Node]) -> fx.Node | None:
+    """Return the last of nodes that lie alike; the last through which a gradient goes, if there is one."""
+    followed = [node for node in alike if node.meta["val"].requires_grad]
+    return followed[-1] if followed else alike[-1] if alike else None
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    lies = (
-        tuple(tensor.shape),
-        tensor.stride(),
-        tensor.storage_offset(),
-        tensor.dtype,
-        tensor.is_conj(),
-        tensor.is_neg(),
-    )
-    return (private.StorageWeakRef(tensor.untyped_storage()).cdata, *lies)
+    """Return what is equal for tensors that lie alike in the same memory."""
+    lies = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+    return private.storage_of(tensor).cdata, *lies, tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
 def _as_convolution(graph: fx.Graph, node: fx.Node) -> None:
