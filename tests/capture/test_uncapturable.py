@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from oracle import assert_same_step, eager_step, graph_step
 from torch import library, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -262,6 +263,29 @@ def test_a_gradient_within_the_forward_is_part_of_the_graph(middle):
     model.head = nn.Linear(width, 1)
     captured = capture(model, {"x": torch.randn(4, 24)})
     assert not [node for node in captured.graph.nodes if node.meta.get("role") == "const"]
+
+
+class Patches(nn.Module):
+    """A critic of convolutions alone, whose gradient reads nothing that a composite op has saved."""
+
+    def __init__(self, transposed):
+        super().__init__()
+        make = nn.ConvTranspose2d if transposed else nn.Conv2d
+        self.inner, self.outer = make(3, 4, 3, 2, 1), make(4, 1, 3, 2, 1)
+
+    def forward(self, image):
+        image = image.detach().requires_grad_()
+        scores = self.outer(nn.functional.leaky_relu(self.inner(image), 0.2))
+        (slope,) = torch.autograd.grad(scores.sum(), image, create_graph=True)
+        return slope.flatten(1).norm(dim=1).mean()
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("size", [8, 9])
+def test_the_gradient_of_a_convolutions_input_is_a_convolution(transposed, size):
+    torch.manual_seed(2)
+    model, batch = Patches(transposed), {"image": torch.randn(2, 3, size, size)}
+    assert_same_step(graph_step(capture(model, batch), model, batch), eager_step(model, batch))
 
 
 @pytest.mark.parametrize("middle", COMPOUND, ids=lambda middle: type(middle).__name__)

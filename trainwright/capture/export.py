@@ -28,8 +28,8 @@ from .export_errors import (
     explained,
     innermost_line,
     is_inside,
+    refuse_gradients,
     refuse_transforms,
-    refuse_unfollowed,
     transforms_refused,
 )
 from .gradients import follow_saved, unfollowed, without_rules
@@ -238,8 +238,8 @@ def _export(model: nn.Module, batch: Any, loss_fn: Any) -> tuple[Any, Watch]:
         if unfollowed(program):
             with private.composites_in_parts():
                 program = torch.export.export(step, (batch,), strict=False)
-            follow_saved(program)
-            refuse_unfollowed(program.graph, unfollowed(program), without_rules(program.graph))
+        follow_saved(program)
+        refuse_gradients(without_rules(program))
         refuse_transforms(program.graph)
         return program, step.watch
 

@@ -80,18 +80,13 @@ def refuse_transforms(graph: fx.Graph) -> None:
         )
 
 
-def refuse_unfollowed(graph: fx.Graph, names: list[str], without_rules: list[fx.Node]) -> None:
-    """Raise `UserError` for a gradient within the forward that the graph cannot hold.
-
-    names: placeholders of results of the forward that the graph does not make; without_rules: backward ops that it cannot split.
-    """
-    unmade = [node for node in graph.nodes if node.op == "placeholder" and node.name in names]
-    readers = [user for node in unmade for user in node.users] + without_rules
-    if readers:
-        where = innermost_line(readers[0].meta.get("stack_trace") or "") or "the forward"
+def refuse_gradients(calls: list[fx.Node]) -> None:
+    """Raise `UserError` where a gradient within the forward has calls that the graph cannot hold."""
+    if calls:
+        where = innermost_line(calls[0].meta.get("stack_trace") or "") or "the forward"
         raise UserError(
             "a gradient within the forward that goes through simple ops is needed (products, convolutions, "
-            f"activations); {where} goes through {_name_of(readers[0])}, which reads what a norm, a dropout or another compound "
+            f"activations); {where} goes through {_name_of(calls[0])}, which reads what a norm, a dropout or another compound "
             "op has saved; write that op as simpler ones, such as nn.RMSNorm, or leave it out of what is differentiated"
         )
 

@@ -22,12 +22,14 @@ LIFTED = "lifted_tensor_"
 """What torch names the tensors that a forward reads and that come from none of its inputs, parameters and buffers."""
 
 
-def unfollowed(program: Any) -> list[str]:
+def unfollowed(program: Any) -> list[fx.Node]:
     """Return the placeholders of results of the forward that an exported graph reads and does not make."""
-    specs = [spec for spec in program.graph_signature.input_specs if LIFTED in (spec.target or "")]
-    names = [spec.arg.name for spec in specs if isinstance(program.constants.get(spec.target), private.FakeTensor)]
-    placeholders = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
-    return [name for name in names if any(user.users for user in placeholders[name].users)]
+    lifted = {
+        spec.arg.name: spec.target for spec in program.graph_signature.input_specs if LIFTED in (spec.target or "")
+    }
+    nodes = [node for node in program.graph.find_nodes(op="placeholder") if node.name in lifted]
+    fakes = [node for node in nodes if isinstance(program.constants.get(lifted[node.name]), private.FakeTensor)]
+    return [node for node in fakes if any(user.users for user in node.users)]
 
 
 def follow_saved(program: Any) -> None:
@@ -35,31 +37,36 @@ def follow_saved(program: Any) -> None:
     graph: fx.Graph = program.graph
     targets = {spec.arg.name: spec.target for spec in program.graph_signature.input_specs}
     order = {node: position for position, node in enumerate(graph.nodes)}
-    placeholders = {node.name: node for node in order if node.op == "placeholder"}
     results: defaultdict[Any, list[fx.Node]] = defaultdict(list)
-    for node in order:
-        if isinstance(node.meta.get("val"), Tensor) and LIFTED not in node.name:
-            results[_place(node.meta["val"])].append(node)
-    for name in unfollowed(program):
-        alike = results[_place(program.constants[targets[name]])]
-        for user in list(placeholders[name].users):
+    if saved := unfollowed(program):
+        for node in order:
+            if isinstance(node.meta.get("val"), Tensor) and LIFTED not in node.name:
+                results[_place(node.meta["val"])].append(node)
+    for placeholder in saved:
+        alike = results[_place(program.constants[targets[placeholder.name]])]
+        for user in list(placeholder.users):
             found = _last([node for node in alike if order[node] < order[user]])
             if found is not None:
-                user.replace_input_with(placeholders[name], found)
+                user.replace_input_with(placeholder, found)
     for node in graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
         if [value is not None for value in node.meta["val"]] == [True, False, False]:
             _as_convolution(graph, node)
 
 
-def without_rules(graph: fx.Graph) -> list[fx.Node]:
-    """Return the backward ops of norms, and all that leave out a result, which a graph of tensors cannot say."""
-    calls = [node for node in graph.nodes if node.op == "call_function"]
-    return [node for node in calls if _leaves_out(node) or _reads_statistics(node)]
+def without_rules(program: Any) -> list[fx.Node]:
+    """Return the calls of a gradient that a graph cannot hold.
+
+    They read what no call of the graph makes, or the statistics of a norm, or leave out a result.
+    """
+    readers = [user for node in unfollowed(program) for user in node.users]
+    calls = [node for node in program.graph.nodes if node.op == "call_function"]
+    return readers + [node for node in calls if _leaves_out(node) or _reads_statistics(node)]
 
 
 def _leaves_out(node: fx.Node) -> bool:
     values = node.meta.get("val")
-    return isinstance(values, (tuple, list)) and any(value is None for value in values)
+    is_backward = isinstance(node.target, private.OpOverload) and private.packet(node.target).endswith("_backward")
+    return is_backward and isinstance(values, (tuple, list)) and any(value is None for value in values)
 
 
 def _reads_statistics(node: fx.Node) -> bool:

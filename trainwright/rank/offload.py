@@ -95,12 +95,6 @@ class CountingStore:
         pass
 
 
-def over_memory(tensor: Tensor, dtype: torch.dtype, size: Any, stride: Any, offset: int) -> Tensor:
-    """Return a tensor over the memory of another one, read as it lies there: without a conjugate's or a negative's mark."""
-    bare = torch.empty(0, dtype=dtype, device=tensor.device)
-    return bare.set_(tensor.untyped_storage(), offset, size, stride)  # type: ignore[call-overload]
-
-
 @dataclass(eq=False)
 class OffloadedStorage:
     """One offloaded storage; the saved tensors that lie in it hold a reference to it."""
@@ -171,7 +165,7 @@ class OffloadRun:
         if item.has_left:
             return
         item.has_left = True
-        whole = over_memory(tensor, item.dtype, (item.num_elements,), (1,), 0)
+        whole = tensor.detach().as_strided((item.num_elements,), (1,), 0)
         item.ticket = self.store.write(whole)
         self._left.append(weakref.ref(item))
         self._leaving.append((item, whole))

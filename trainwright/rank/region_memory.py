@@ -20,7 +20,7 @@ from ..artifacts import UserError
 from ..torch_internals.private import with_marks
 from .instructions import Compute, Instruction
 from .local import LocalProgram
-from .offload import OffloadedStorage, OffloadRun, over_memory
+from .offload import OffloadedStorage, OffloadRun
 from .reruns import Rerun
 from .run_state import Call, RunState
 
@@ -263,9 +263,9 @@ def unpack(saved: _Saved) -> Tensor:
     if tensor.dtype is saved.dtype and _marks(tensor) == saved.marks:
         return torch.as_strided(tensor, saved.size, saved.stride, saved.offset)
     # A view as another type (`view_as_complex`), or one with another mark (`conj`), of the same memory.
-    assert saved.dtype is not None
-    whole = over_memory(tensor, saved.dtype, saved.size, saved.stride, saved.offset)
-    return with_marks(whole, *saved.marks)
+    bare = torch.empty(0, dtype=saved.dtype, device=tensor.device)
+    bare.set_(tensor.untyped_storage(), saved.offset, saved.size, saved.stride)
+    return with_marks(bare, *saved.marks)
 
 
 def _marks(tensor: Tensor) -> tuple[bool, bool]:
