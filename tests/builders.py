@@ -207,9 +207,9 @@ def deep_program(num_layers: int = NUM_LAYERS):
 
 
 @functools.cache
-def peaks():
+def peaks(num_layers: int = NUM_LAYERS):
     """The smallest and the fastest plan's peak on one axis."""
-    (place,) = task(deep_program(), "2xh100").places
+    (place,) = task(deep_program(num_layers), "2xh100").places
     smallest = place.solver.smallest(place.settings("joint"))
     return smallest.simulation.peak_bytes, solve_on(place, "joint").simulation.peak_bytes
 

@@ -56,9 +56,13 @@ def pytest_collection() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Take what importing made out of the garbage collector's sight: each full collection went through all of it."""
+    """Take what importing made out of the garbage collector's sight, and let it look through all the rest a tenth as often.
+
+    Programs and plans that tests share stay until the end: full collections went through them in 4 of 100 s.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(700, 10, 100)
     gc.enable()
 
 

@@ -41,12 +41,17 @@ DRIVERS = {
 }
 
 
-def test_two_models_are_predicted_and_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "models", [("resnet-tiny:2",), pytest.param(("gpt2-tiny:2:16", "resnet-tiny:2"), marks=pytest.mark.slow)], ids=len
+)
+def test_models_are_predicted_and_measured(
+    models: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     report, figures = tmp_path / "report.md", tmp_path / "figures.json"
-    assert main(["selfcheck", "gpt2-tiny:2:16", "resnet-tiny:2", "-o", str(report), "--json", str(figures)]) == 0
+    assert main(["selfcheck", *models, "-o", str(report), "--json", str(figures)]) == 0
     shown = capsys.readouterr().out
     found = SelfCheck.from_json(figures)
-    assert [row.model for row in found.rows] == ["gpt2-tiny", "resnet-tiny"]
+    assert [row.model for row in found.rows] == [model.partition(":")[0] for model in models]
     for row in found.rows:
         assert row.measured_peak_bytes == pytest.approx(row.predicted_peak_bytes, rel=3e-3)
         assert row.measured_step_s is not None
@@ -57,10 +62,10 @@ def test_two_models_are_predicted_and_measured(tmp_path: Path, capsys: pytest.Ca
     assert found.verification.num_ranks == 2
     assert "a plan over 2 devices computes the same as one process" in shown
     text = report.read_text(encoding="utf8")
-    assert "| gpt2-tiny:2:16 fp32 |" in text
+    assert all(f"| {model} fp32 |" in text for model in models)
     (held,) = re.findall(r"```json\n(.*)```", text, re.DOTALL)
     assert SelfCheck.parse(held) == found
-    assert f"selfcheck gpt2-tiny:2:16 resnet-tiny:2 -o {report}" in found.command
+    assert f"selfcheck {' '.join(models)} -o {report}" in found.command
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ def test_two_replicas_of_a_whole_model(pool2: Pool, tmp_path: Path, case: str) -
     check(found, case)
 
 
+@pytest.mark.slow  # tests/sync/test_sync_training.py has two replicas of two shards
 @pytest.mark.parametrize("case", slow_but(["by_trainer"], CASES_BY))
 def test_two_replicas_each_sharded_over_two_ranks(pool4: Pool, tmp_path: Path, case: str) -> None:
     found = pool4.run(CASES + case, plan=plan_for(2, tmp_path), folder=str(tmp_path / "run"))

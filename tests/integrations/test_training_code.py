@@ -70,7 +70,8 @@ def test_a_batch_larger_than_planned_is_refused_with_the_remedy(pool2: Pool) -> 
         pool2.run(CASES + "other_shape", plan=planned("ddp"), num_rows=5)
 
 
-@pytest.mark.parametrize("solver", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
+@pytest.mark.slow  # test_integrations.py: bf16 is the plan's
+@pytest.mark.parametrize("solver", ["ddp", "fsdp"])
 def test_bf16_autocast_keeps_weights_in_fp32(pool2: Pool, solver: str) -> None:
     found = pool2.run(CASES + "autocast", plan=planned(solver, autocast="bf16"), name="llama-tiny")[0]
     assert found["dtypes"] == ["torch.float32"]

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 import trainwright as tw
 from tests.builders import peak_bytes
+from tests.grids import slow_but
 from tests.optim_cases import CASES, Case, Problem
 from tests.optim_cases.case import by_gradient, slopes_of, train, vectors
 from tests.pool import Pool
@@ -645,7 +646,11 @@ def test_a_plan_is_priced_with_it(name: str) -> None:
     assert plan.predicted.peak_bytes > 0
 
 
-@every
+ON_RANKS = ("adamw8bit", "adabelief", "lion", "normalizedsgd", "frugal", "sophiah", "mfac", "clippedadafactor", "sso")
+"""One of each kind of state, and of what is read of the whole model."""
+
+
+@pytest.mark.parametrize("name", slow_but(ON_RANKS, tuple(CASES)))
 def test_two_ranks_equal_one(name: str, pool2: Pool) -> None:
     case = case_of(name, "ranks")
     for result in pool2.run("tests.optim_cases.ranks:steps_on_shards", name=name):

@@ -58,6 +58,7 @@ def test_stages_hold_what_their_actions_add() -> None:
     assert compare("gpt2-tiny", "4xh100", 2, 2, 4) >= 16
 
 
+@pytest.mark.slow  # tests/runtime/test_pipeline.py measures such a peak
 def test_stages_that_offload_hold_what_their_actions_add() -> None:
     assert compare("gpt2-tiny", "2xh100", 2, 1, 4, "host") >= 16
 

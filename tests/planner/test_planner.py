@@ -56,8 +56,8 @@ TIGHT_BYTES = 1_400_000
 
 @functools.cache
 def tight_plan() -> Plan:
-    """A plan of gpt2-tiny on two ranks, within a budget that binds."""
-    return make_plan(**question(tiny_program("gpt2-tiny"), budget_bytes=TIGHT_BYTES))
+    """A plan of gpt2-tiny on two ranks, within a budget that binds; a recipe's, which is found in seconds."""
+    return make_plan(**question(tiny_program("gpt2-tiny"), budget_bytes=TIGHT_BYTES), solver="fsdp")
 
 
 @pytest.mark.parametrize("num_blocks", slow_but([2], [2, 3]))
@@ -188,11 +188,14 @@ def test_a_first_plan_that_the_search_does_not_beat_is_the_answer(finds, monkeyp
 
 
 @pytest.mark.parametrize(
-    "is_tight", [pytest.param(True, marks=pytest.mark.slow), False], ids=["gpt2-tiny", "llama-tiny"]
+    "is_tight", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["gpt2-tiny", "llama-tiny"]
 )
 def test_a_step_is_the_sum_of_its_parts(is_tight):
-    other = question(tiny_program("llama-tiny"), "cpu:4", mesh=(4,), budget_bytes=1_500_000)
-    found = tight_plan() if is_tight else make_plan(**other)
+    found = (
+        tight_plan()
+        if is_tight
+        else make_plan(**question(tiny_program("llama-tiny"), "cpu:4", mesh=(4,), budget_bytes=1_500_000))
+    )
     assert found.predicted.peak_bytes <= found.budget_bytes - 4096, "what the simulation does not see has its reserve"
     assert found.predicted.step_s == pytest.approx(
         found.predicted.compute_s + found.predicted.exposed_comm_s + found.predicted.recompute_s

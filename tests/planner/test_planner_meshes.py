@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.builders import Blocks, blocks_program, question, task, tiny_program
+from tests.grids import slow_but
 from tests.planner_ranks import run_ranks, shard, whole_values
 from trainwright.artifacts import Refusal
 from trainwright.capture.export import capture
@@ -39,9 +40,11 @@ def best_of_each(program, hardware, **options):
     return steps
 
 
-@pytest.mark.parametrize("budget", [LARGE, pytest.param(SMALL, marks=pytest.mark.slow)])
-def test_the_mesh_is_the_fastest_of_all(budget):
-    program = tiny_program("gpt2-tiny")
+@pytest.mark.parametrize(
+    ("name", "budget"), slow_but([("blocks", LARGE)], [("blocks", LARGE), ("gpt2-tiny", LARGE), ("gpt2-tiny", SMALL)])
+)
+def test_the_mesh_is_the_fastest_of_all(name, budget):
+    program = blocks_program(3, 2048) if name == "blocks" else tiny_program(name)
     steps = best_of_each(program, "2x2xh100", budget_bytes=budget)
     assert len(steps) >= 2
     found = make_plan(**question(program, "2x2xh100", mesh=None, budget_bytes=budget, time_limit_s=240.0))

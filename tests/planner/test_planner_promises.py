@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.builders import question, task, tiny_program
+from tests.builders import blocks_program, question, task, tiny_program
 from tests.grids import slow_but
 from tests.models import gnn, unet
 from trainwright.artifacts import Plan, Refusal, SolverInfo, parse_bytes
@@ -32,7 +32,7 @@ BUILDS = {"unet": unet.build, "gnn": gnn.build, "gpt2-tiny": lambda: zoo.build("
 
 @functools.cache
 def program_of(name: str):
-    return build_program(capture(*BUILDS[name]()))
+    return blocks_program(3, 2048) if name == "blocks" else build_program(capture(*BUILDS[name]()))
 
 
 @functools.cache
@@ -50,14 +50,10 @@ def refusal_of(name: str, budget_bytes: int, solver: str = "joint", **more) -> s
 # The budget that would do
 
 
-ASKED = [
-    ("gnn", 0.3),
-    pytest.param("unet", 0.3, marks=pytest.mark.slow),
-    *(pytest.param(name, share, marks=pytest.mark.slow) for name in BUILDS for share in (0.05, 0.15)),
-]
+ASKED = [("gnn", 0.3), ("unet", 0.3), *((name, share) for name in BUILDS for share in (0.05, 0.15))]
 
 
-@pytest.mark.parametrize(("name", "share"), ASKED)
+@pytest.mark.parametrize(("name", "share"), slow_but([("blocks", 0.3)], [("blocks", 0.3), *ASKED]))
 def test_asking_again_with_the_budget_that_is_named_succeeds(name: str, share: float) -> None:
     said = refusal_of(name, int(share * peak_of(name, "fsdp")))
     (budget,) = re.findall(r"try a budget of ([\d.]+ \w+), .* for which there is a plan", said)
@@ -86,15 +82,18 @@ def test_the_peak_alone_is_no_budget_and_what_the_report_names_is() -> None:
 
 
 # Of 4 KiB nothing is left beside the reserve.
-@pytest.mark.parametrize("budget_bytes", slow_but([4096], [4096, 100_000]))
-def test_a_budget_that_is_far_too_small_is_refused_by_a_proof(monkeypatch, budget_bytes: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "budget_bytes"),
+    slow_but([("blocks", 4096)], [("blocks", 4096), ("gpt2-tiny", 4096), ("gpt2-tiny", 100_000)]),
+)
+def test_a_budget_that_is_far_too_small_is_refused_by_a_proof(monkeypatch, name: str, budget_bytes: int) -> None:
     """What holds least is looked for at the end, for the message; where no time is left for it, the proof is what is said."""
-    said = refusal_of("gpt2-tiny", budget_bytes, hardware="cpu:4")
+    said = refusal_of(name, budget_bytes, hardware="cpu:4")
     assert "for which there is a plan" in said
     monkeypatch.setattr(
         Fitting, "_seek", lambda self, _: Infeasible(Outcome.DOES_NOT_FIT, least_bytes=self._least_rows_bytes)
     )
-    said = refusal_of("gpt2-tiny", budget_bytes, hardware="cpu:4")
+    said = refusal_of(name, budget_bytes, hardware="cpu:4")
     assert re.search(r"more than about [\d.]+ KiB is needed \(an estimate\)", said)
 
 
@@ -202,9 +201,12 @@ def _check_proof(place: Place, recipes: tuple[str, ...]) -> None:
             assert step_s <= other_s * (1 + 2 * GAP), recipe
 
 
-@pytest.mark.parametrize("budget_bytes", [pytest.param(1_200_000, marks=pytest.mark.slow), 1_400_000])
-def test_no_recipe_is_faster_than_what_is_proven(budget_bytes: int) -> None:
-    (place,) = task(tiny_program("gpt2-tiny"), "2xh100", mesh=(2,), budget_bytes=budget_bytes).places
+TIGHT = [("blocks", 270_000), ("gpt2-tiny", 1_200_000), ("gpt2-tiny", 1_400_000)]
+
+
+@pytest.mark.parametrize(("name", "budget_bytes"), slow_but(TIGHT[:1], TIGHT))
+def test_no_recipe_is_faster_than_what_is_proven(name: str, budget_bytes: int) -> None:
+    (place,) = task(program_of(name), "2xh100", mesh=(2,), budget_bytes=budget_bytes).places
     _check_proof(place, ("fsdp",))
 
 
@@ -240,8 +242,8 @@ def test_a_verdict_says_what_is_proven(gap, status: str, words: str) -> None:
 
 
 def test_only_what_is_proven_is_called_optimal() -> None:
-    peak = peak_of("gpt2-tiny", "fsdp")
-    found = compare(**question(program_of("gpt2-tiny"), budget_bytes=int(0.7 * peak), time_limit_s=4.0))
+    peak = peak_of("blocks", "fsdp")
+    found = compare(**question(program_of("blocks"), budget_bytes=int(0.85 * peak), time_limit_s=4.0))
     plans = [plan for plan in found.values() if isinstance(plan, Plan)]
     assert plans
     for plan in plans:

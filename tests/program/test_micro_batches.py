@@ -73,7 +73,7 @@ def test_sharded_and_recomputed_in_two(pool2: Pool, model: str, share: float) ->
         pytest.param("weighted_classes", {"weighted"}, marks=pytest.mark.slow),
         pytest.param("uneven_likelihood", {"weighted"}, marks=pytest.mark.slow),
         ("summed", {4.0}),
-        ("over_batch_size", {4.0, 0.25}),
+        pytest.param("over_batch_size", {4.0, 0.25}, marks=pytest.mark.slow),
         ("masked_mean", {4.0, "whole-sum"}),
         ("regularised", {"weighted"}),
         pytest.param("torchs_encoder", {"weighted"}, marks=pytest.mark.slow),

@@ -58,6 +58,7 @@ def test_it_computes_and_holds_what_was_promised(
     check_on_ranks(pool2, model, changed(model, fsdp(model, 0.8), shared, overlap))
 
 
+@pytest.mark.slow  # test_micro_batches.py holds two micro-batches without a tie
 def test_in_two_micro_batches(pool2: Pool) -> None:
     plan = fsdp("gpt2-tiny", None, 2)
     assert plan.params["transformer.wte.weight"].shared == ("R",)

@@ -10,6 +10,7 @@ import pytest
 
 import trainwright as tw
 from tests.checkpoint_cases import DROPOUT_OFF
+from tests.grids import slow_but
 from tests.pool import Pool
 from trainwright.artifacts import Plan
 from trainwright.launch import WorkerError, run_processes
@@ -31,7 +32,7 @@ def planned(name: str, solver: str, mesh: tuple[int, ...] = (2,), dropout: bool 
     ("name", "solver", "optimizer", "asynchronous"),
     [
         ("gpt2-tiny", "joint", "adamw", True),
-        ("gpt2-tiny", "fsdp", "adamw8bit", False),
+        pytest.param("gpt2-tiny", "fsdp", "adamw8bit", False, marks=pytest.mark.slow),
         pytest.param("gpt2-tiny", "fsdp", "adamw8bit", True, marks=pytest.mark.slow),
         pytest.param("resnet-tiny", "ddp", "adan", False, marks=pytest.mark.slow),
     ],
@@ -99,6 +100,7 @@ def test_a_rank_killed_while_writing_leaves_the_checkpoint_before(pool2: Pool, t
     assert found["left"] == ["step-00000000"], "what was half written is gone"
 
 
+@pytest.mark.slow  # the test above kills one too
 def test_a_rank_killed_while_an_old_checkpoint_is_removed_leaves_nothing_of_it(pool2: Pool, tmp_path: Path) -> None:
     question = {"plan": planned("gpt2-tiny", "fsdp"), "name": "gpt2-tiny", "folder": str(tmp_path)}
     with pytest.raises(WorkerError, match="SIGKILL"):
@@ -118,20 +120,23 @@ def test_a_full_disk_is_said_and_the_checkpoint_before_stays(pool2: Pool, tmp_pa
         assert found["left"] == ["step-00000000"]
 
 
-def test_a_copy_beyond_the_budget_is_said_once(pool2: Pool, tmp_path: Path) -> None:
-    plan = planned("llama-tiny", "fsdp")
+COPIES = [("little", True, 1), ("ample", True, 0), ("little", False, 0), ("none", True, 0)]
+
+
+@pytest.mark.parametrize(("room", "asynchronous", "expected"), slow_but(COPIES[:2], COPIES))
+def test_a_copy_beyond_the_budget_is_said_once(
+    pool2: Pool, tmp_path: Path, room: str, asynchronous: bool, expected: int
+) -> None:
+    plan = planned("gpt2-tiny", "fsdp")
     peak = Plan.parse(plan).predicted.peak_bytes
-    for number, (budget, asynchronous, expected) in enumerate(
-        [(peak + 1000, True, 1), (10 * peak, True, 0), (peak + 1000, False, 0), (None, True, 0)]
-    ):
-        folder = str(tmp_path / str(number))
-        question = {"plan": plan, "name": "llama-tiny", "budget": budget, "asynchronous": asynchronous}
-        for found in pool2.run(CASES + "says_what_is_over", folder=folder, **question):
-            assert len(found["said"]) == expected
-            if expected:
-                sizes = [float(text) for text in re.findall(r"([\d.]+) MiB", found["said"][0])]
-                assert sizes[0] == pytest.approx(found["bytes"] / 2**20, abs=0.1)
-                assert sizes[1] == pytest.approx((found["bytes"] - 1000) / 2**20, abs=0.1)
+    budget = {"little": peak + 1000, "ample": 10 * peak, "none": None}[room]
+    question = {"plan": plan, "name": "gpt2-tiny", "budget": budget, "asynchronous": asynchronous}
+    for found in pool2.run(CASES + "says_what_is_over", folder=str(tmp_path), **question):
+        assert len(found["said"]) == expected
+        if expected:
+            sizes = [float(text) for text in re.findall(r"([\d.]+) MiB", found["said"][0])]
+            assert sizes[0] == pytest.approx(found["bytes"] / 2**20, abs=0.1)
+            assert sizes[1] == pytest.approx((found["bytes"] - 1000) / 2**20, abs=0.1)
 
 
 def test_a_directory_that_cannot_be_written_is_refused(pool2: Pool, tmp_path: Path) -> None:
@@ -157,7 +162,7 @@ def test_what_does_not_fit_the_checkpoint_is_refused(pool2: Pool, tmp_path: Path
     ("name", "kind"),
     [
         ("gpt2-tiny", "safetensors"),
-        ("llama-tiny", "checkpoint"),
+        pytest.param("llama-tiny", "checkpoint", marks=pytest.mark.slow),
         pytest.param("gpt2-tiny", "checkpoint", marks=pytest.mark.slow),
         pytest.param("llama-tiny", "safetensors", marks=pytest.mark.slow),
     ],

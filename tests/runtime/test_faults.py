@@ -265,6 +265,7 @@ def _ranks_at_work(
     return []
 
 
+@pytest.mark.slow  # test_checkpoint.py kills ranks while they write, and goes on
 def test_a_run_whose_ranks_are_killed_has_the_curve_of_one_that_nobody_disturbs(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     assert main(["plan", QUICK, "--hardware", "cpu:2", "--solver", "fsdp", "-o", str(path)]) == 0

@@ -55,6 +55,7 @@ def faults_and_answer(mode: str, **variables: str) -> tuple[int, bool]:
     return int(faults), answer == "True"
 
 
+@pytest.mark.slow  # two processes that count page faults; what is set is asked below
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such setting")
 def test_a_planned_module_does_not_ask_for_its_memory_again() -> None:
     kept, made = faults_and_answer("plan")

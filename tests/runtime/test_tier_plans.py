@@ -208,6 +208,7 @@ def test_ranks_follow_one_plan_of_gpt2(pool2: Pool, tmp_path: Path) -> None:
     assert found == [[True, True]] * 2
 
 
+@pytest.mark.slow  # two searches beside a tier; test_planner_promises.py asks again without one
 @pytest.mark.parametrize("place", slow_but(["disk"], ["disk", "host"]))
 def test_a_plan_fits_the_smallest_budget_that_it_names(place: str) -> None:
     """A little more than its peak, for what no simulation sees."""

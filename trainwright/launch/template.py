@@ -26,6 +26,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO, Any, NoReturn
 
+from ..collecting import rarely_collecting
+
 PACKAGES = ("torch", "transformers", __name__.partition(".")[0])
 """Packages of which the template imports, before it forks, the modules that its caller has imported."""
 _NEEDED = ("torch", "torch.distributed", f"{__package__}.group", f"{__package__}.worker")
@@ -263,12 +265,14 @@ def _fork(caller: socket.socket, own: Sequence[Any]) -> None:
 
 def _import(names: list[str]) -> None:
     missing = [name for name in names if name not in sys.modules]
-    for name in missing:
-        with contextlib.suppress(Exception):
-            importlib.import_module(name)
-    if missing:
-        gc.collect()
-        gc.freeze()  # a collection in a rank would write to these pages, and copy them
+    if not missing:
+        return
+    with rarely_collecting():
+        for name in missing:
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a collection in a rank would write to these pages, and copy them
 
 
 def _become_rank(request: dict[str, Any], files: list[int]) -> NoReturn:
