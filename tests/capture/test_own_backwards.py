@@ -109,7 +109,8 @@ def test_what_a_graph_cannot_follow_is_refused(function: Any, words: tuple[str, 
     [
         pytest.param("fsdp", [], None, marks=pytest.mark.slow),
         pytest.param("joint", [":Doubled=shard(l0)@cpu", ":Sign=shard(l0)@cpu"], None, marks=pytest.mark.slow),
-        ("joint", [], 42_000),
+        ("fsdp", [], 42_000),
+        pytest.param("joint", [], 42_000, marks=pytest.mark.slow),
     ],
 )
 def test_plans_run_with_the_users_backward(pool2: Pool, solver: str, pins: list[str], memory: int | None) -> None:

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from profiler_models import Built, cnn, gpt2, gru, length_dependent, llama_checkpointed, lstm, mlp, t5, tied
 from torch import nn
 
@@ -173,7 +175,7 @@ def test_a_repeated_call_makes_what_the_first_one_made():
         x = torch.empty(4, 6, 8).transpose(0, 2)
     calls = (
         (aten.mul.Tensor, (x, x), {}),
-        (aten.view.default, (x.transpose(0, 2), [24, 8]), {}),
+        (aten.view.default, (x, [8, 2, 3, 4]), {}),
         (aten.split.Tensor, (x, 3, 1), {}),
         (aten.native_layer_norm.default, (x, [4], None, None, 1e-5), {}),
         (aten.sum.dim_IntList, (x, [1], True), {"dtype": torch.float64}),
@@ -189,6 +191,39 @@ def test_a_repeated_call_makes_what_the_first_one_made():
             shares = one.untyped_storage() is x.untyped_storage()
             assert (other.untyped_storage() is x.untyped_storage()) == shares
             assert (one.untyped_storage() is other.untyped_storage()) == shares
+
+
+SIZES = st.lists(st.sampled_from([0, 1, 1, 2, 3, 4, 6]), max_size=4)
+
+
+@settings(max_examples=300)
+@given(
+    SIZES,
+    st.one_of(SIZES, st.lists(st.sampled_from([-1, 1, 2, 3, 4, 6, 12, 24]), max_size=4)),
+    st.sampled_from(["whole", "a part", "turned"]),
+)
+def test_a_view_is_that_of_torch_whatever_its_sizes(shape, sizes, how):
+    mode = new_mode()
+    with mode:
+        x = torch.empty([shape[0] + 1, *shape[1:]])[1:] if how == "a part" and shape else torch.empty(shape)
+        x = x.mT if how == "turned" and x.dim() > 1 else x
+        expected = _view_or_none(x, sizes)
+    with KnownValues(mode) as known:
+        found = _view_or_none(x, sizes)
+    assert (found is None) == (expected is None)
+    if expected is not None:
+        assert _looks(found) == _looks(expected)
+        assert found.storage_offset() == expected.storage_offset()
+        assert found.untyped_storage() is x.untyped_storage()
+    if expected is not None and x.numel() > 0 and x.stride() == torch.empty(x.shape).stride():
+        assert signature(aten.view.default, (x, sizes), {}) not in known._on_fakes._recipes, "its sizes say it all"
+
+
+def _view_or_none(x, sizes):
+    try:
+        return x.view(sizes)
+    except RuntimeError:
+        return None
 
 
 def test_a_call_in_place_gives_back_its_argument():

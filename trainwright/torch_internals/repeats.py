@@ -10,8 +10,9 @@ another place, is worked out here.
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ _BEYOND_SHAPES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shap
 _MOST_RECIPES = 100_000
 """A process that plans for very many models forgets the first ones'."""
 _SLICE = torch.ops.aten.slice.Tensor
+_VIEW = torch.ops.aten.view.default
 _EXCEPTIONS = ("as_strided", "lift", "set_", "resize")
 
 
@@ -67,6 +69,10 @@ class RepeatedCalls:
             part = self._slice(*args)
             if part is not None:
                 return part
+        if func is _VIEW:
+            view = self._view(*args)
+            if view is not None:
+                return view
         key = signature(func, args, kwargs)
         if key is None:
             return self._run(func, args, kwargs)
@@ -92,6 +98,27 @@ class RepeatedCalls:
         shape[dim], stride[dim] = max(0, -(-(last - first) // step)), stride[dim] * step
         output = _Output(0, False, torch.Size(shape), tuple(stride), offset, source.dtype, source.fake_device)
         return output.build(self._make, [source])
+
+    def _view(self, source: Any, sizes: Any) -> Tensor | None:
+        """Return the view that `aten.view` gives of a tensor that lies row by row; None where that takes more than its size."""
+        if any(type(size) is not int for size in sizes) or _parts((source,)) is None or source.is_neg():
+            return None
+        num, shape = source.numel(), list(sizes)
+        if -1 in shape:
+            shape[shape.index(-1)] = num // max(1, -math.prod(shape))
+        if min(shape, default=1) < 1 or math.prod(shape) != num or source.stride() != _by_rows(source.shape):
+            return None
+        output = _Output(0, False, torch.Size(shape), _by_rows(shape), 0, source.dtype, source.fake_device)
+        return output.build(self._make, [source])
+
+
+def _by_rows(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a tensor that lies row by row.
+
+    >>> _by_rows((2, 1, 3))
+    (3, 3, 1)
+    """
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def signature(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Key | None:
