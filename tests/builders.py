@@ -214,6 +214,8 @@ def peaks(num_layers: int = NUM_LAYERS):
     return smallest.simulation.peak_bytes, solve_on(place, "joint").simulation.peak_bytes
 
 
+PLAIN = f"{Path(__file__).parent}/docs_files/train.py:build"
+"""A model for the command line that needs no package which takes seconds to import."""
 PEAK_BAR = 0.02
 
 

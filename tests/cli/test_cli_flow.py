@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 import trainwright as tw
+from tests.builders import PLAIN
+from tests.grids import slow_but
 from trainwright.artifacts import Plan, Report
 from trainwright.cli import demo, main
 from trainwright.cli.model import ModelOptions
 
 ROOT = Path(__file__).parents[2]
-QUICK = f"{ROOT}/tests/docs_files/train.py:build"  # needs no package that takes seconds to import
-MODEL = (QUICK, "--batch-size", "4", "--set", "depth=2")
+MODEL = (PLAIN, "--batch-size", "4", "--set", "depth=2")
 OF_A_PLAN = ("--model", *MODEL)  # a plan names it, and makes no code run
 
 
@@ -99,7 +100,7 @@ def test_a_plan_is_explained(plan_path: Path, capsys: pytest.CaptureFixture[str]
 def test_a_plan_is_trained_and_resumed(plan_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Resumed equals uninterrupted, and the options of the plan need not be said again."""
     metrics, checkpoints = folder / "metrics.jsonl", folder / "checkpoints"
-    train = ["train", QUICK, "--plan", str(plan_path), "--lr", "0.01", "--metrics", str(metrics)]
+    train = ["train", PLAIN, "--plan", str(plan_path), "--lr", "0.01", "--metrics", str(metrics)]
     assert main([*train, "--steps", "6"]) == 0
     assert "6 steps on 2 ranks" in capsys.readouterr().out
     whole = _losses(metrics)
@@ -117,7 +118,7 @@ def _losses(path: Path) -> list[float]:
 
 def test_a_plan_is_verified(plan_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = folder / "report.html"
-    assert main(["verify", QUICK, "--plan", str(plan_path), "--json", "-", "--html", str(out)]) == 0
+    assert main(["verify", PLAIN, "--plan", str(plan_path), "--json", "-", "--html", str(out)]) == 0
     report = Report.parse(capsys.readouterr().out)
     assert report.passed
     assert len(report.peak_bytes) == 2
@@ -126,10 +127,10 @@ def test_a_plan_is_verified(plan_path: Path, folder: Path, capsys: pytest.Captur
 
 def test_a_budget_that_is_exceeded_does_not_verify(tmp_path: Path) -> None:
     path = str(tmp_path / "tight.json")
-    assert main(["plan", QUICK, "--hardware", "cpu:2", "--solver", "fsdp", "-o", path]) == 0
+    assert main(["plan", PLAIN, "--hardware", "cpu:2", "--solver", "fsdp", "-o", path]) == 0
     plan = Plan.from_json(path)
     plan.model_copy(update={"budget_bytes": plan.predicted.peak_bytes // 2}).to_json(path)
-    assert main(["verify", QUICK, "--plan", path]) == 1
+    assert main(["verify", PLAIN, "--plan", path]) == 1
 
 
 def test_another_model_is_the_users_mistake(plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,7 +140,7 @@ def test_another_model_is_the_users_mistake(plan_path: Path, capsys: pytest.Capt
 
 @pytest.mark.slow  # tests/runtime/test_nodes.py starts them by two torchruns
 def test_the_ranks_that_torchrun_started_are_used(plan_path: Path, folder: Path) -> None:
-    command = ["-m", "trainwright", "train", QUICK, "--plan", str(plan_path), "--steps", "2"]
+    command = ["-m", "trainwright", "train", PLAIN, "--plan", str(plan_path), "--steps", "2"]
     done = _torchrun(*command)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("2 steps on 2 ranks") == 1, "one rank speaks"
@@ -172,12 +173,24 @@ def _torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("shares", [pytest.param((0.05, 0.6), marks=pytest.mark.slow), (0.6,)], ids=str)
+SMALL_GPT2 = ["n_layer=1", "n_embd=48", "n_head=3", "n_positions=64", "vocab_size=260"]
+DEMOS = [
+    (ModelOptions(PLAIN, batch_size=4, settings=["depth=2"]), (0.6,)),
+    (ModelOptions("zoo:gpt2", batch_size=4, seq_len=64, settings=SMALL_GPT2), (0.9,)),
+    (ModelOptions("zoo:gpt2", batch_size=4, seq_len=64, settings=SMALL_GPT2), (0.05, 0.9)),
+]
+
+
+@pytest.mark.parametrize(("model", "shares"), slow_but(DEMOS[:1], DEMOS), ids=["plain", "gpt2", "gpt2-twice"])
 def test_the_demo(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, shares: tuple[float, ...]
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    model: ModelOptions,
+    shares: tuple[float, ...],
 ) -> None:
     """The whole tour on a model that is smaller still."""
-    monkeypatch.setattr(demo, "MODEL", ModelOptions(QUICK, batch_size=4, settings=["depth=2"]))
+    monkeypatch.setattr(demo, "MODEL", model)
     monkeypatch.setattr(demo, "BUDGET_SHARES", shares)
     monkeypatch.setattr(
         tw, "calibrate", lambda *_, **__: tw.hardware("cpu:2")

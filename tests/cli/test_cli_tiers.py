@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.builders import PLAIN
 from trainwright.artifacts import Plan, Tier, UserError
 from trainwright.cli import main
 from trainwright.cli.tiers import check_tier, tier_lines, with_place
@@ -14,18 +15,16 @@ from trainwright.hardware import resolve
 
 GIVEN = {"window": "1MiB", "keep": None, "update": None, "commit_every": None, "rate": None, "clip": None}
 
-MODEL = f"{Path(__file__).parents[1]}/docs_files/train.py:build"
-
 
 @pytest.fixture(scope="module")
 def plan_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = str(tmp_path_factory.mktemp("plan") / "plan.json")
-    assert main(["plan", MODEL, "--hardware", "cpu:1", "-o", path]) == 0
+    assert main(["plan", PLAIN, "--hardware", "cpu:1", "-o", path]) == 0
     return path
 
 
 def losses_of(plan_path: str, metrics: Path, *options: str) -> list[float]:
-    command = ["train", MODEL, "--plan", plan_path, "--lr", "1e-2", "--metrics", str(metrics), *options]
+    command = ["train", PLAIN, "--plan", plan_path, "--lr", "1e-2", "--metrics", str(metrics), *options]
     assert main(command) == 0
     return [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]
 
@@ -74,7 +73,7 @@ def test_wrong_inputs_are_refused_before_anything_is_written(
 
 
 def test_exit_status_of_a_wrong_folder(plan_path: str, tmp_path: Path) -> None:
-    command = ["train", MODEL, "--plan", plan_path, "--tier", str(tmp_path / "absent")]
+    command = ["train", PLAIN, "--plan", plan_path, "--tier", str(tmp_path / "absent")]
     assert main(command) == 2
 
 
@@ -96,7 +95,7 @@ def host_plan_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     tier = Tier(write_bytes_per_s=5e8, read_bytes_per_s=5e8)
     cluster.model_copy(update={"offload": {"host": tier}}).to_json(folder / "hardware.json")
     path = str(folder / "plan.json")
-    command = ["plan", MODEL, "--hardware", str(folder / "hardware.json"), "--memory", "1.5MiB", "-o", path]
+    command = ["plan", PLAIN, "--hardware", str(folder / "hardware.json"), "--memory", "1.5MiB", "-o", path]
     assert main([*command, "--tier", "host", "--tier-window", "128KiB"]) == 0
     return path
 
@@ -130,7 +129,7 @@ def test_what_the_hosts_memory_cannot_do_is_refused(
     host_plan_path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], match: str
 ) -> None:
     given = [option.replace("{}", str(tmp_path)) for option in options]
-    assert main(["train", MODEL, "--plan", host_plan_path, *given]) == 2
+    assert main(["train", PLAIN, "--plan", host_plan_path, *given]) == 2
     assert match in capsys.readouterr().err.replace("\n", " ")
 
 

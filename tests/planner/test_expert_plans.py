@@ -6,11 +6,13 @@ import json
 import math
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import trainwright as tw
+from tests.grids import slow_but
 from tests.pool import Pool
 from trainwright.arguments import as_imbalance
 from trainwright.artifacts import UserError
@@ -155,10 +157,14 @@ def test_what_is_no_imbalance_is_refused(value: str) -> None:
         as_imbalance(value)
 
 
-def test_explain_names_the_imbalance_at_which_splits_are_even() -> None:
+EVEN = [("t.0+e", 1.0), ("t.0+e", "worst"), ("f", 1.25)]
+
+
+@pytest.mark.parametrize("cases", slow_but([EVEN[:2]], [EVEN[:2], EVEN]), ids=len)
+def test_explain_names_the_imbalance_at_which_splits_are_even(cases: list[tuple[str, Any]]) -> None:
     model, batch = zoo.build("gpt-oss-tiny")
     found = []
-    for split, imbalance in (("t.0+e", 1.0), ("t.0+e", "worst")):
+    for split, imbalance in cases:
         rows = tw.explain(planned(split, imbalance), model, batch).rows
         (row,) = [row for row in rows if row.key.endswith(":experts")]
         assert row.even_at is not None

@@ -55,9 +55,12 @@ TIGHT_BYTES = 1_400_000
 
 
 @functools.cache
-def tight_plan() -> Plan:
-    """A plan of gpt2-tiny on two ranks, within a budget that binds; a recipe's, which is found in seconds."""
-    return make_plan(**question(tiny_program("gpt2-tiny"), budget_bytes=TIGHT_BYTES), solver="fsdp")
+def tight_plan(solver: str) -> Plan:
+    """A plan of gpt2-tiny on two ranks, within a budget that binds; a recipe's is found in seconds."""
+    return make_plan(**question(tiny_program("gpt2-tiny"), budget_bytes=TIGHT_BYTES), solver=solver)
+
+
+by_either = pytest.mark.parametrize("solver", slow_but(["fsdp"], ["fsdp", "joint"]))
 
 
 @pytest.mark.parametrize("num_blocks", slow_but([2], [2, 3]))
@@ -187,15 +190,13 @@ def test_a_first_plan_that_the_search_does_not_beat_is_the_answer(finds, monkeyp
     assert found.bound_s == pytest.approx(slower.bound_s if finds else first.step_s * (1 - GAP))
 
 
-@pytest.mark.parametrize(
-    "is_tight", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["gpt2-tiny", "llama-tiny"]
-)
-def test_a_step_is_the_sum_of_its_parts(is_tight):
-    found = (
-        tight_plan()
-        if is_tight
-        else make_plan(**question(tiny_program("llama-tiny"), "cpu:4", mesh=(4,), budget_bytes=1_500_000))
-    )
+STEPS = [("gpt2-tiny", "fsdp"), ("gpt2-tiny", "joint"), ("llama-tiny", "joint")]
+
+
+@pytest.mark.parametrize(("name", "solver"), slow_but(STEPS[:1], STEPS))
+def test_a_step_is_the_sum_of_its_parts(name, solver):
+    other = question(tiny_program("llama-tiny"), "cpu:4", mesh=(4,), budget_bytes=1_500_000)
+    found = tight_plan(solver) if name == "gpt2-tiny" else make_plan(**other)
     assert found.predicted.peak_bytes <= found.budget_bytes - 4096, "what the simulation does not see has its reserve"
     assert found.predicted.step_s == pytest.approx(
         found.predicted.compute_s + found.predicted.exposed_comm_s + found.predicted.recompute_s
@@ -292,9 +293,10 @@ def test_megatron_always_has_a_plan(name, hardware, mesh):
     assert not {"b0", "R"} & set(linear)
 
 
-def test_a_plan_reads_back_as_the_same_decisions():
+@by_either
+def test_a_plan_reads_back_as_the_same_decisions(solver):
     program = tiny_program("gpt2-tiny")
-    plan = tight_plan()
+    plan = tight_plan(solver)
     again = decisions_of(program, Plan.parse(plan.to_json()))
     assert decisions_of(program, plan) is not again
     assert again.recomputed
@@ -306,8 +308,9 @@ def test_a_plan_reads_back_as_the_same_decisions():
         check(plan, program, 1_000_000, optim.record("adamw"), make_optimizer)
 
 
-def test_a_plan_fits_the_smallest_budget_for_its_peak_and_none_below():
-    program, plan = tiny_program("gpt2-tiny"), tight_plan()
+@by_either
+def test_a_plan_fits_the_smallest_budget_for_its_peak_and_none_below(solver):
+    program, plan = tiny_program("gpt2-tiny"), tight_plan(solver)
     fits = budget_for(plan.predicted.peak_bytes)
     assert check(plan, program, fits, optim.record("adamw"), make_optimizer).budget_bytes == fits
     with pytest.raises(Refusal, match="a budget of 1 B more would do"):

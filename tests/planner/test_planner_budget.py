@@ -57,8 +57,9 @@ def test_the_problem_does_not_grow_with_depth():
     assert sizes[0] == sizes[1]
 
 
-def test_a_plan_can_be_reviewed():
-    lines = planned(0.9, 2).to_json().splitlines()
+@pytest.mark.parametrize("num_layers", slow_but([2], [2, NUM_LAYERS]))
+def test_a_plan_can_be_reviewed(num_layers):
+    lines = planned(0.9, num_layers).to_json().splitlines()
     assert json.loads("\n".join(lines))
     assert len(lines) < 300
     assert max(map(len, lines)) <= 160, max(lines, key=len)

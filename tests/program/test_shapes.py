@@ -16,6 +16,7 @@ from tests.grids import slow_but
 from tests.pool import Pool
 from trainwright.artifacts import Plan, Refusal, UserError
 from trainwright.capture.export import capture
+from trainwright.models import zoo
 from trainwright.planner import simulate
 from trainwright.program.other_shapes import decisions_at
 from trainwright.program.plan_text import decisions_of
@@ -174,13 +175,15 @@ def test_a_part_whose_batch_cannot_be_known_is_refused(pool2: Pool, masked: Plan
 
 
 def _tokens(rows: int, length: int) -> dict[str, torch.Tensor]:
+    """A batch of the documentation's model, and of gpt2-tiny."""
     return {name: torch.zeros(rows, length, dtype=torch.long) for name in ("input_ids", "labels")}
 
 
-def test_one_plan_for_several_shapes() -> None:
+@pytest.mark.parametrize("name", slow_but(["plain"], ["plain", "gpt2-tiny"]))
+def test_one_plan_for_several_shapes(name: str) -> None:
     """Within a budget that the largest batch alone would fill, a longer one of fewer rows has to fit too."""
     names = [(4, 32), (1, 96), (4, 32), (2, 16)]
-    model = MyModel(depth=2)
+    model = MyModel(depth=2) if name == "plain" else zoo.build(name)[0]
     batch, *others = [_tokens(*shape) for shape in names]
     question: dict[str, Any] = {"hardware": "cpu:2", "optimizer": "sgd", "solver": "fsdp"}
     free = tw.plan(model, batch, shapes=others[:1], **question)

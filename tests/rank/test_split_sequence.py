@@ -64,7 +64,7 @@ def test_random_plans(pool4: Pool, mesh: list[int], seed: int) -> None:
     assert report["passed"], report
 
 
-@pytest.mark.slow  # test_random_plans.py holds peaks, and those below the same split
+@pytest.mark.slow  # test_random_plans.py holds the peaks of other splits
 def test_peaks_are_as_predicted(pool2: Pool) -> None:
     """The rows that came, and what became of them, are held for the backward."""
     plan = tw.plan(

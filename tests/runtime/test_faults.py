@@ -20,6 +20,7 @@ import pytest
 
 import trainwright as tw
 from tests import fault_cases
+from tests.builders import PLAIN
 from tests.pool import Pool
 from tests.process_tree import assert_ended, children, ranks_of
 from trainwright.cli import main
@@ -31,7 +32,6 @@ from trainwright.runtime.training.watchdog import RankHung, listen
 CASES = "tests.fault_cases:"
 ROOT = Path(__file__).parents[2]
 MODEL = "zoo:gpt2-tiny"
-QUICK = f"{ROOT}/tests/docs_files/train.py:build"  # needs no package that takes seconds to import
 
 
 @cache
@@ -265,11 +265,11 @@ def _ranks_at_work(
     return []
 
 
-@pytest.mark.slow  # test_checkpoint.py kills ranks while they write, and goes on
+@pytest.mark.slow  # test_checkpoint.py kills ranks while they write, and loads what is left
 def test_a_run_whose_ranks_are_killed_has_the_curve_of_one_that_nobody_disturbs(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    assert main(["plan", QUICK, "--hardware", "cpu:2", "--solver", "fsdp", "-o", str(path)]) == 0
-    soak(path, tmp_path, num_kills=1, num_steps=12, seed=1, model=QUICK)
+    assert main(["plan", PLAIN, "--hardware", "cpu:2", "--solver", "fsdp", "-o", str(path)]) == 0
+    soak(path, tmp_path, num_kills=1, num_steps=12, seed=1, model=PLAIN)
 
 
 @pytest.mark.slow

@@ -61,7 +61,8 @@ def test_a_run_holds_and_moves_what_its_plan_says(place: str, storage: torch.dty
     assert least <= plan.predicted.step_s <= plan.predicted.compute_s + plan.predicted.read_s + plan.predicted.written_s
 
 
-def test_it_is_the_fewest_of_all_numbers_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("every", slow_but([3], [3, 1]))
+def test_it_is_the_fewest_of_all_numbers_of_blocks(monkeypatch: pytest.MonkeyPatch, every: int) -> None:
     names, known = [str(index) for index in range(10)], {}
 
     def simulated_once(*args: Any, blocks: list[str], **options: Any) -> StepCost:
@@ -76,7 +77,7 @@ def test_it_is_the_fewest_of_all_numbers_of_blocks(monkeypatch: pytest.MonkeyPat
         ).peak_bytes
         for num in range(1, 11)
     }
-    for budget in sorted(peaks.values())[::3]:
+    for budget in sorted(peaks.values())[::every]:
         plan = plan_stream(model_of(), X, loss, CLUSTER, memory_bytes=budget)
         assert len(plan.blocks) == min(num for num, peak in peaks.items() if peak <= budget)
     with pytest.raises(Refusal, match="where every block streams"):

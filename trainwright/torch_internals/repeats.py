@@ -5,7 +5,7 @@ op, its arguments' shapes, strides and types, and its numbers: the call's `signa
 output, an argument itself, a view of one, or memory of its own; so a repetition needs neither the op's shape function
 nor torch's own checks. Autograd, which works above, sees no difference. Where in its memory an argument begins makes no
 difference either but to where a view of it begins, so the parts of one buffer are alike; cutting them off it, each at
-another place, is worked out here.
+another place, is worked out here, and so are views of what lies row by row, whose sizes differ from layout to layout.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class RepeatedCalls:
             part = self._slice(*args)
             if part is not None:
                 return part
-        if func is _VIEW:
+        if func is _VIEW and not kwargs:
             view = self._view(*args)
             if view is not None:
                 return view
