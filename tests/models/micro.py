@@ -88,6 +88,19 @@ def regularised(**_: Any) -> Any:
     return _built(lambda self, x, y: F.cross_entropy(self.rows(x), y) + 0.1 * self.first.weight.pow(2).sum())
 
 
+def sloped(**_: Any) -> Any:
+    """The gradient of a sum over the batch, and of a mean, with respect to what each example gives, as critics are held to."""
+
+    def forward(self: Any, x: Tensor, y: Tensor) -> Tensor:
+        inner = torch.tanh(self.first(x))
+        rows = self.second(inner).square()
+        (each,) = torch.autograd.grad(rows.sum(), inner, create_graph=True)
+        (shared,) = torch.autograd.grad(rows.mean(), inner, create_graph=True)
+        return (each.norm(dim=-1) - 1).square().mean() + shared.square().sum() + (rows.sum(-1) - y).square().mean()
+
+    return _built(forward)
+
+
 def with_dropout(**_: Any) -> Any:
     """Random masks."""
     return _built(lambda self, x, y: F.cross_entropy(self.rows(x), y), dropout=0.5)

@@ -14,6 +14,9 @@ from ..profiler.saved import Records, record
 from ..program.decisions import Decisions, Overlap
 from ..program.program import Program
 from ..program.sampling import check_sampling
+from ..rank.execute import Executor
+from ..rank.local import build_local
+from ..rank.reshard import SimulatedCommunicator
 from .budget import divisor_for, usable_bytes
 from .costs.costs import OptimizerCost, cost_model
 from .costs.known_updates import KnownUpdates, MakeOptimizer
@@ -259,6 +262,11 @@ class Place:
     def price(self, simulation: Simulation) -> Price:
         """Price what was simulated."""
         return price(simulation.executor, self.problem.costs, self.task.optimizer_cost)
+
+    def price_of(self, decisions: Decisions) -> Price:
+        """Price a plan that keeps everything on the device without simulating what it holds."""
+        local = build_local(self.task.program, decisions, SimulatedCommunicator(decisions.mesh))
+        return price(Executor(local), self.problem.costs, self.task.optimizer_cost)
 
     def restriction(self, solver: str) -> Restriction:
         """Return what the recipe and the user's pins leave to choose."""

@@ -16,7 +16,7 @@ from .model.outcome import Outcome
 from .problem.recipes import restriction
 from .search.answer import Answer, Infeasible, Settings
 from .search.effort import CLOSE, GAP, NEAR
-from .search.guard import no_slower_than_known, unproven
+from .search.guard import faster_kept, no_slower_than_known, unproven
 from .search.proposals import first_that_fits
 from .search.solve import Solver, both
 from .search.two_stage import solve_two_stage
@@ -263,8 +263,23 @@ class Ways(Space):
                 return
         if self.turn < self._last and self.place.solver.hides:
             self._leave_unproven(incumbent, self.known)
-        if self.known.answer.binds and not self.is_beside:
+        if not self.known.answer.binds:
+            self._hold_against_recipes(incumbent, self.known)
+        elif not self.is_beside:
             yield from self._beside()
+
+    def _hold_against_recipes(self, incumbent: Incumbent, known: Found) -> None:
+        """Offer what recipes and known shardings keep within the budget, where the objective is off and they are faster."""
+        is_off = known.step_s > (1 + GAP) * known.answer.objective_s
+        if self.recipe != "joint" or not is_off or known is not incumbent.best:
+            return
+        settings = self.place.settings(self.recipe)
+        settings.floor_s = known.answer.floor_s
+        if settings.restriction.fates:
+            return
+        solver = self.place.solver.travelling(self.ways[0])  # type: ignore[arg-type]
+        for answer in faster_kept(solver, settings, known.step_s, lambda each: self.place.price_of(each).step_s):
+            incumbent.offer(self._running(answer.bounded(known.answer.bound_s)))
 
     def _leave_unproven(self, incumbent: Incumbent, known: Found, bound_s: float = 0.0) -> None:
         """Lower the bound to what holds for ways that are not searched to their end: what is proven of one way binds no other.

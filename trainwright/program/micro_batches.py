@@ -268,6 +268,8 @@ class _Comparison:
                     "examples that are computed each by itself", f"{op.key} uses an average over all of them for each"
                 )
             return self._of_parts(op, known)
+        if "mean" in kinds and not _reads_values(op):
+            return [self._made(op, tensor, known=True) for tensor in op.outputs]
         if "mean" in kinds and (self._is_linear(op) or not self._settle(op)):
             self._require_linear(op)
             return [_State("mean", from_batch=known)] * len(op.outputs)
@@ -369,6 +371,12 @@ class _Comparison:
                 self._refuse("labels that are known before the step", f"those of {op.key} are not")
             self._correct(op, WEIGHTED)
         return [_State("mean", from_batch=known)] * len(op.outputs)
+
+
+def _reads_values(op: Op) -> bool:
+    """Return False for an op that takes sizes from its operands alone, as `ones_like` does, where a gradient begins."""
+    entry = find(op.name)
+    return entry.differentiable or not entry.uniform
 
 
 def _literals(ours: Any, theirs: Any, depth: int = 0) -> Iterator[tuple[Any, Any, bool]]:

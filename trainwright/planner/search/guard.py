@@ -4,13 +4,16 @@ By the rows no sharding can be faster. But the rows count a little too much, for
 sharding that comes second by the rows may keep more within the true budget; and the objective is a little off, so of two that
 are nearly alike by it the second may be faster. Each known sharding is given the chance, and judged by what its step takes. Where
 the search ended far from what is proven, what lies between its answer and the relaxation is looked at.
+
+Where everything is kept, known shardings and those of the recipes are priced as they are (`faster_kept`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from ...program.decisions import Decisions
 from ..model.outcome import Outcome
 from ..problem.recipes import restriction
 from .answer import Answer, Infeasible, Settings
@@ -20,6 +23,8 @@ from .solve import Solver, both
 
 Takes = Callable[[Answer], float]
 """The seconds of a step, its parameters travelling as far ahead as the budget allows."""
+Prices = Callable[[Decisions], float]
+"""The seconds of a step, without a simulation of what it holds."""
 
 
 def no_slower_than_known(
@@ -87,6 +92,20 @@ class _Best:
             floor_s=self.answer.floor_s,
         )  # fmt: skip
         self.step_s = step_s
+
+
+def faster_kept(solver: Solver, settings: Settings, step_s: float, prices: Prices) -> Iterator[Answer]:
+    """Yield the answers with known shardings and those of recipes that keep everything, fit, and take less than `step_s`."""
+    budget = settings.budget_bytes
+    for options in solver.of_recipes(settings):
+        if settings.deadline.has_passed:
+            break
+        solution, choice, decisions = solver.keeping(options, settings)
+        if (seconds := prices(decisions)) < step_s:
+            found = solver.answer(solution, settings.floor_s, choice, solver.travel)
+            if budget is None or found.simulation.peak_bytes <= budget:
+                step_s = seconds
+                yield found
 
 
 def unproven(solver: Solver, found: Answer) -> Answer:

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ...program.decisions import Overlap
+from ...program.decisions import Decisions, Overlap
 from ...tiers import Policy
 from ..model.deadline import Deadline
 from ..model.decode import Choice, decisions_from, read_choice
@@ -192,6 +192,12 @@ class Solver:
             self._unbound[:] = [(asked, known)]
         return known
 
+    def keeping(self, options: Options, settings: Settings) -> tuple[Solution, Choice, Decisions]:
+        """Return the fastest solution with one sharding that keeps everything, with what it says."""
+        solution = solve_in_stages(settings.held_to(options).stages(*self.plain()))
+        choice = read_choice(values_of(solution), self.plain()[1], None)
+        return solution, choice, replace(decisions_from(self.problem, choice), overlap=self.travel)
+
     def answer(
         self, solution: Solution, floor_s: float, choice: Choice | None = None, travel: Overlap | None = None
     ) -> Answer:
@@ -367,26 +373,37 @@ class Solver:
         sharded = restriction(self.problem, "fsdp").allowed
         params = {decision: options for decision, options in sharded.items() if decision.group is None}
         found: list[Mapping[Decision, int] | None] = [self._options_of(self.without_memory(settings))]
-        for extra in (sharded, params):
-            allowed = both(settings.restriction.allowed, extra)
-            if not all(allowed.values()):
-                found.append(None)
-            else:
-                found.append(
-                    self._fastest(replace(settings, restriction=replace(settings.restriction, allowed=allowed)))
-                )
+        found += [self._fastest(settings, extra) for extra in (sharded, params)]
         if settings.budget_bytes is not None:
             found += [self.first_stage(settings, share * settings.budget_bytes, found[0]) for share in SHARES]
-        return list({tuple(options.values()): options for options in found if options is not None}.values())
+        return _different(found)
 
-    def _fastest(self, settings: Settings) -> dict[Decision, int] | None:
-        model, sharding = self.plain()
+    def of_recipes(self, settings: Settings) -> list[Mapping[Decision, int]]:
+        """Return the shardings that are fastest where nothing has to fit: of all, and of what each recipe leaves to choose."""
+        wanted = [restriction(self.problem, recipe).allowed for recipe in ("ddp", "megatron")]
+        known = self.starts(replace(settings, budget_bytes=None))
+        # in a larger program the row of what rests makes one of these solves longer than the search
+        first = self.first_stages(settings) if self.problem.is_quick and settings.budget_bytes is not None else []
+        return _different([*known, *(self._fastest(settings, each) for each in wanted), *first])
+
+    def _fastest(self, settings: Settings, extra: Allowed) -> dict[Decision, int] | None:
+        """Return the fastest sharding that keeps everything, of those that `extra` allows too."""
+        allowed = both(settings.restriction.allowed, extra)
+        if not all(allowed.values()):
+            return None
+        narrow = replace(settings, restriction=replace(settings.restriction, allowed=allowed))
         limit = settings.time_limit_s * self.effort.start_share
-        return self._options_of(solve_in_stages(settings.stages(model, sharding, time_limit_s=limit)))
+        return self._options_of(solve_in_stages(narrow.stages(*self.plain(), time_limit_s=limit)))
 
     def _options_of(self, solution: Solution) -> dict[Decision, int] | None:
         """Return the sharding of a solution without memory."""
         return None if solution.values is None else read_choice(solution.values, self.plain()[1], None).options
+
+    def first_stages(self, settings: Settings) -> list[Mapping[Decision, int]]:
+        """Return the fastest sharding whose parameters and optimizer states rest in a share of the budget, for each share."""
+        assert settings.budget_bytes is not None
+        found = (self.first_stage(settings, share * settings.budget_bytes) for share in SHARES)
+        return [options for options in found if options is not None]
 
     def first_stage(
         self, settings: Settings, static_bytes: float, fastest: Mapping[Decision, int] | None = None
@@ -433,6 +450,10 @@ def both(first: Allowed, second: Allowed) -> dict[Decision, frozenset[int]]:
     for decision, options in second.items():
         merged[decision] = merged.get(decision, options) & options
     return merged
+
+
+def _different(found: Iterable[Options | None]) -> list[Options]:
+    return list({tuple(options.values()): options for options in found if options is not None}.values())
 
 
 def _shared_at(sharding: Sharding, choice: Choice) -> dict[int, float]:

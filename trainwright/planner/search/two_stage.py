@@ -10,7 +10,7 @@ from dataclasses import replace
 from ..model.outcome import Outcome
 from ..problem.recipes import Restriction
 from .answer import Answer, Infeasible, Settings
-from .solve import SHARES, Solver
+from .solve import Solver
 
 
 def solve_two_stage(solver: Solver, settings: Settings) -> Answer | Infeasible:
@@ -19,12 +19,10 @@ def solve_two_stage(solver: Solver, settings: Settings) -> Answer | Infeasible:
         return solver.solve(settings)
     began_s = settings.deadline.work_s
     results = []
-    for share in SHARES:
-        options = solver.first_stage(settings, share * settings.budget_bytes)
-        if options is not None:
-            allowed = {decision: frozenset([option]) for decision, option in options.items()}
-            fixed = Restriction(allowed, notes=settings.restriction.notes)
-            results.append(solver.solve(replace(settings, restriction=fixed, time_limit_s=settings.time_limit_s / 3)))
+    for options in solver.first_stages(settings):
+        allowed = {decision: frozenset([option]) for decision, option in options.items()}
+        fixed = Restriction(allowed, notes=settings.restriction.notes)
+        results.append(solver.solve(replace(settings, restriction=fixed, time_limit_s=settings.time_limit_s / 3)))
     answers = [result for result in results if isinstance(result, Answer)]
     if answers:
         best = min(answers, key=lambda answer: answer.objective_s)
