@@ -275,8 +275,8 @@ class Ways(Space):
             return
         settings = self.place.settings(self.recipe)
         settings.floor_s = known.answer.floor_s
-        if settings.restriction.fates:
-            return
+        if settings.restriction.fates or self.place.problem.costs.resting is not None:
+            return  # recipes leave nothing, and keep in memory what may rest on disks
         solver = self.place.solver.travelling(self.ways[0])  # type: ignore[arg-type]
         for answer in faster_kept(solver, settings, known.step_s, lambda each: self.place.price_of(each).step_s):
             incumbent.offer(self._running(answer.bounded(known.answer.bound_s)))
