@@ -215,6 +215,15 @@ def test_past_the_deadline_every_solve_is_short_and_what_is_known_is_not_held_ag
     assert guard.no_slower_than_known(place.solver, late, answer, lambda answer: answer.objective_s) is answer
 
 
+def test_a_known_sharding_that_is_not_solved_in_time_is_passed_over(place, monkeypatch):
+    known = place.solver.of_recipes(place.settings("joint"))
+    monkeypatch.setattr(place.solver, "of_recipes", lambda _: known)
+    stopped = Solution(Outcome.STOPPED, None, math.inf, 0.0)
+    monkeypatch.setattr(solve, "solve_in_stages", lambda *_: stopped)
+    assert known
+    assert not list(guard.faster_kept(place.solver, place.settings("joint"), math.inf, lambda _: 0.0))
+
+
 def test_what_holds_least_is_found_though_the_clock_has_ended_the_question(monkeypatch):
     """So the budget that a refusal names succeeds on a slow machine too, where nothing else was found in the time."""
     for module in (deadline, milp):

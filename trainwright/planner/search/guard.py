@@ -100,7 +100,9 @@ def faster_kept(solver: Solver, settings: Settings, step_s: float, prices: Price
     for options in solver.of_recipes(settings):
         if settings.deadline.has_passed:
             break
-        solution, choice, decisions = solver.keeping(options, settings)
+        if (kept := solver.keeping(options, settings)) is None:
+            continue
+        solution, choice, decisions = kept
         if (seconds := prices(decisions)) < step_s:
             found = solver.answer(solution, settings.floor_s, choice, solver.travel)
             if budget is None or found.simulation.peak_bytes <= budget:

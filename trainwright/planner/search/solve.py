@@ -192,10 +192,12 @@ class Solver:
             self._unbound[:] = [(asked, known)]
         return known
 
-    def keeping(self, options: Options, settings: Settings) -> tuple[Solution, Choice, Decisions]:
-        """Return the fastest solution with one sharding that keeps everything, with what it says."""
+    def keeping(self, options: Options, settings: Settings) -> tuple[Solution, Choice, Decisions] | None:
+        """Return the fastest solution with one sharding that keeps everything, with what it says; None where none was found."""
         solution = solve_in_stages(settings.held_to(options).stages(*self.plain()))
-        choice = read_choice(values_of(solution), self.plain()[1], None)
+        if solution.values is None:
+            return None
+        choice = read_choice(solution.values, self.plain()[1], None)
         return solution, choice, replace(decisions_from(self.problem, choice), overlap=self.travel)
 
     def answer(
