@@ -30,6 +30,8 @@ _SETTLED_NS = 2 * 10**9
 """A further change of a file within the clock of its file system might not show; no such clock is coarser than this."""
 _digests: dict[str, tuple[tuple[int, int, int], str]] = {}
 """A file → its last change, size and number, and the digest of its text."""
+_of_packages: dict[str, Any] = {}
+"""A module's name → the module, if its file is not the user's own: of thousands, few have to be looked at before a capture."""
 _loaded: dict[str, list[int]] = {}
 """A file of a package that this process has loaded → its stamp when that was first looked at: what runs is not what came later."""
 Files = dict[str, list[int] | str]
@@ -97,7 +99,19 @@ def _files() -> Iterator[str]:
 
 
 def _own_files() -> list[str]:
-    return sorted({path for path in _files() if is_own_file(path) and os.path.isfile(path)})
+    """Return the user's files of code that are loaded, sorted."""
+    found = set()
+    for name, module in list(sys.modules.items()):
+        if module is not None and _of_packages.get(name) is module:
+            continue
+        path = getattr(module, "__file__", None)
+        if not isinstance(path, str):
+            continue
+        if not path.endswith(".py") or not is_own_file(path):
+            _of_packages[name] = module
+        elif os.path.isfile(path):
+            found.add(path)
+    return sorted(found)
 
 
 @functools.cache

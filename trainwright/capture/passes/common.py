@@ -13,11 +13,13 @@ from torch.fx.node import map_arg
 
 from ...torch_internals import private
 from ...torch_internals.dtypes import may_have_gradient
-from ...torch_internals.repeats import RepeatedCalls
+from ...torch_internals.repeats import Key, Recipe, RepeatedCalls
 
 aten = torch.ops.aten
 
 COPIED_META = ("path", "stack")
+_RECIPES: dict[Key, Recipe | None] = {}
+"""What earlier captures of this process learned of calls on fakes."""
 
 
 @dataclass(eq=False)
@@ -32,8 +34,8 @@ class Context:
 
     @cached_property
     def calls(self) -> RepeatedCalls:
-        """Answers calls on fakes alike from one another: blocks repeat."""
-        return RepeatedCalls(self.mode, self._run)
+        """Answers calls on fakes alike from one another: blocks repeat, and so do captures of one model."""
+        return RepeatedCalls(self.mode, self._run, _RECIPES)
 
     def _run(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self.mode, torch.no_grad():
