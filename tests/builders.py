@@ -21,7 +21,7 @@ import trainwright as tw
 from tests.pool import Pool
 from trainwright import optim
 from trainwright.artifacts import Cluster, ModelRef, Tier
-from trainwright.capture.export import capture
+from trainwright.capture.cached import cached_capture
 from trainwright.hardware import resolve
 from trainwright.models import zoo
 from trainwright.planner.best_first import solve_on
@@ -63,7 +63,7 @@ def peak_bytes(run: Callable[[], object], folder: Path) -> int:
 
 @cache
 def program() -> Program:
-    return build_program(capture(*tw.zoo.build("llama-tiny")))
+    return build_program(cached_capture(*tw.zoo.build("llama-tiny")))
 
 
 @cache
@@ -146,13 +146,13 @@ def make_optimizer(params):
 
 @functools.cache
 def blocks_program(num_blocks: int, batch: int = 8):
-    return build_program(capture(Blocks(num_blocks), (torch.ones(batch, 6),), lambda out, _: out))
+    return build_program(cached_capture(Blocks(num_blocks), (torch.ones(batch, 6),), lambda out, _: out))
 
 
 @functools.cache
 def tiny_program(name: str):
     model, batch = zoo.build(name)
-    return build_program(capture(model, batch))
+    return build_program(cached_capture(model, batch))
 
 
 def task(program, hardware: str = "cpu:2", **options) -> Task:
@@ -203,7 +203,7 @@ NUM_LAYERS = 6
 @functools.cache
 def deep_program(num_layers: int = NUM_LAYERS):
     model, batch = zoo.build("gpt2-tiny", n_layer=num_layers)
-    return build_program(capture(model, batch))
+    return build_program(cached_capture(model, batch))
 
 
 @functools.cache

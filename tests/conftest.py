@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from tests.pool import Pool
+from tests.pool import Pool, leave_tests_out
 
 # The first call of a test imports and traces; a time limit on each example would judge that.
 settings.register_profile("default", deadline=None)
@@ -60,6 +60,8 @@ def pytest_collection_finish() -> None:
 
     Programs and plans that tests share stay until the end: full collections went through them in 4 of 100 s.
     """
+    if "trainwright.capture.surroundings" in sys.modules:
+        leave_tests_out()
     gc.collect()
     gc.freeze()
     gc.set_threshold(700, 10, 100)

@@ -12,7 +12,7 @@ from torch import Tensor, library, nn
 import trainwright as tw
 from tests.plans import plan_of, random_decisions
 from trainwright.artifacts import Plan
-from trainwright.capture.export import capture
+from trainwright.capture.cached import cached_capture
 from trainwright.program.layout import REPLICATE
 from trainwright.program.program import Program, build_program
 from trainwright.runtime.module import full_gradients
@@ -91,7 +91,7 @@ def net() -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 def program() -> Program:
-    return build_program(capture(*net()))
+    return build_program(cached_capture(*net()))
 
 
 def random_plan(seed: int, num_ranks: int) -> Plan:

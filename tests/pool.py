@@ -5,10 +5,13 @@ from __future__ import annotations
 import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from trainwright.artifacts.cache_directory import cache_directory, cache_folder
 from trainwright.launch import Workers
+
+ROOT = f"{Path(__file__).parents[1]}/"
 
 
 class Pool:
@@ -39,6 +42,17 @@ class Pool:
             self._workers.close()
 
 
+def leave_tests_out() -> None:
+    """Let no capture hang on which modules of tests are loaded: their files stay as they are while a session lasts.
+
+    Ranks load the module of each call, and else captured every model anew after that.
+    """
+    from trainwright.capture import surroundings
+
+    of_user = surroundings._own_files
+    surroundings._own_files = lambda: [path for path in of_user() if not path.startswith(ROOT)]
+
+
 def share_references() -> None:
     """Let this rank take captures from the session's cache, the references of `verify` too, and make each only once.
 
@@ -49,6 +63,8 @@ def share_references() -> None:
     from trainwright.capture import cached
     from trainwright.runtime.verification import reference
 
+    leave_tests_out()
+    cached.loaded_files = dict  # nor do other files change; an entry names thousands
     reference.capture = shared_reference
     cached.capture = shared_capture
 

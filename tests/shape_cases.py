@@ -16,7 +16,8 @@ import trainwright as tw
 from tests.models import batches, micro
 from tests.plans import plan_of, random_decisions
 from trainwright.artifacts import Plan, UserError
-from trainwright.capture.export import as_batch, capture, find_loss
+from trainwright.capture.cached import cached_capture
+from trainwright.capture.export import as_batch, find_loss
 from trainwright.models import zoo
 from trainwright.program.program import build_program
 from trainwright.runtime.module import LossOutput, ParallelModule, full_gradients
@@ -84,7 +85,7 @@ def _cut(leaf: Tensor, rows: int, length: int | None) -> Tensor:
 def random_plan(name: str, mesh: Sequence[int], seed: int, offload: float = 0.0) -> Plan:
     """A plan drawn from the whole strategy space, for the model of that name."""
     model, batch, loss_fn = build(name)
-    program = build_program(capture(model, batch, loss_fn))
+    program = build_program(cached_capture(model, batch, loss_fn))
     literals = {key: leaf for key, leaf in flatten_batch(as_batch(batch))[0] if not isinstance(leaf, Tensor)}
     return plan_of(program, random_decisions(program, tuple(mesh), seed, offload=offload), literals)
 

@@ -12,7 +12,7 @@ import trainwright as tw
 from tests.models import calls, plain
 from tests.plans import plan_of, random_decisions
 from trainwright.artifacts import Plan
-from trainwright.capture.export import capture
+from trainwright.capture.cached import cached_capture
 from trainwright.program.program import build_program
 from trainwright.request import literals_of
 from trainwright.runtime.verification.verify import verify
@@ -42,7 +42,7 @@ def plans_of_a_call(expression: str, seeds: list[int]) -> list[dict[str, Any]]:
 def verified_draws(build: Callable[[], tuple[Any, ...]], mesh: list[int], seeds: list[int]) -> list[dict[str, Any]]:
     """Verify a plan for each seed, drawn from the whole strategy space of what `build` returns: model, batch, perhaps a loss."""
     model, batch, *loss_fn = build()
-    program = build_program(capture(model, batch, *loss_fn))
+    program = build_program(cached_capture(model, batch, *loss_fn))
     plans = [plan_of(program, random_decisions(program, tuple(mesh), seed, 0.5), literals_of(batch)) for seed in seeds]
     return [verify(build, plan).model_dump() for plan in plans]
 

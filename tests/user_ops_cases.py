@@ -13,7 +13,7 @@ from torch import Tensor, library, nn
 import trainwright as tw
 from tests.plans import plan_of, random_decisions
 from trainwright.artifacts import Plan
-from trainwright.capture.export import capture
+from trainwright.capture.cached import cached_capture
 from trainwright.program.program import Program, build_program
 from trainwright.runtime import verify as compare
 
@@ -94,7 +94,7 @@ def build() -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 
 def program() -> Program:
-    return build_program(capture(*build()))
+    return build_program(cached_capture(*build()))
 
 
 def random_plan(mesh: list[int], seed: int) -> dict[str, Any]:

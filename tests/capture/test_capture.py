@@ -58,6 +58,13 @@ def _user_model(build: Any) -> tuple[nn.Module, Any, Any]:
     return model, batch, loss_fn[0] if loss_fn else None
 
 
+@functools.cache
+def _captured(build: Any) -> tuple[nn.Module, Any, Any, Captured]:
+    """A user's model, its batch and loss, and its capture, for tests that leave all of them as they are."""
+    model, batch, loss_fn = _user_model(build)
+    return model, batch, loss_fn, capture(model, batch, loss_fn)
+
+
 @pytest.mark.parametrize("name", slow_but(FEW, TINY))
 def test_zoo_model_computes_what_the_model_computes(name: str) -> None:
     model, batch = zoo.build(name, device="cpu")
@@ -71,8 +78,7 @@ def test_zoo_model_computes_what_the_model_computes(name: str) -> None:
 
 @pytest.mark.parametrize("build", BUILDERS, ids=_name)
 def test_user_model_computes_what_the_model_computes(build: Any) -> None:
-    model, batch, loss_fn = _user_model(build)
-    captured = capture(model, batch, loss_fn)
+    model, batch, loss_fn, captured = _captured(build)
     assert_same_step(graph_step(captured, model, batch), eager_step(model, batch, loss_fn))
     if build is not plain.build_autocast:  # whose output is a dataclass, a form that torch cannot write down
         assert_stored_whole(captured, model, batch)
@@ -149,8 +155,7 @@ def test_evaluation_graph_is_the_evaluated_model(name: str) -> None:
 
 @pytest.mark.parametrize("build", BUILDERS, ids=_name)
 def test_form_of_the_graph(build: Any) -> None:
-    model, batch, loss_fn = _user_model(build)
-    captured = capture(model, batch, loss_fn)
+    model, _, _, captured = _captured(build)
     names = {
         "param": {name for name, _ in model.named_parameters()},
         "buffer": {name for name, _ in model.named_buffers()},

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import trainwright as tw
 from tests import effect_cases
+from tests.grids import slow_but
 from tests.pool import Pool
 from trainwright.artifacts import Plan, Report
 from trainwright.capture.export import capture
@@ -151,7 +152,7 @@ def test_reports_of_the_previous_version_are_read(recomputed: Plan) -> None:
         Report.parse(text.replace('"format_version": 1', '"format_version": 9'))
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", slow_but([0], [0, 1]))
 def test_a_step_on_two_ranks_is_one_processes(pool2: Pool, seed: int) -> None:
     plan = effect_cases.random_plan(seed, 2).to_json()
     for worst in pool2.run("tests.effect_cases:as_one_process", plan=plan):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from oracle import assert_same_step, eager_step, graph_step
 from torch import Tensor, nn
 
+from tests.grids import slow_but
 from trainwright.capture.export import capture
 from trainwright.models import zoo
 
@@ -136,7 +137,7 @@ def test_the_models_own_casts_stay(function: Callable[[Tensor], Tensor], wanted:
     )
 
 
-@pytest.mark.parametrize("model", ["gpt2-tiny", "gpt2"])
+@pytest.mark.parametrize("model", slow_but(["gpt2-tiny"], ["gpt2-tiny", "gpt2"]))
 def test_gpt2_runs_one_kernel_an_activation(model: str) -> None:
     found = capture(*zoo.build(model))
     own = [node.meta["key"] for node in found.graph.nodes if node.op == "call_function" and ".act:" in node.meta["key"]]

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.grids import slow_but
 from trainwright.artifacts import UserError
 from trainwright.federated import (
     AsyncFedAvg,
@@ -153,6 +154,7 @@ rules = st.one_of(
 speeds = st.lists(st.floats(0.1, 3.0), min_size=3, max_size=7)
 
 
+@pytest.mark.slow  # whole simulated runs, twenty of them
 @settings(max_examples=20, deadline=None)
 @given(
     rule=rules, times=speeds, importances=st.lists(st.floats(0.1, 5.0), min_size=7, max_size=7), weighted=st.booleans()
@@ -183,7 +185,7 @@ def test_weights_over_a_run_are_in_proportion_to_importance(
     np.testing.assert_allclose(shares, goals, rtol=0.05)
 
 
-@pytest.mark.parametrize("rule", [AsyncFedAvg(), FedFix(0.4), FedBuff(3)])
+@pytest.mark.parametrize("rule", slow_but([FedFix(0.4)], [AsyncFedAvg(), FedFix(0.4), FedBuff(3)]))
 @pytest.mark.parametrize("trust", [0.0, 5.0])
 def test_measured_weights_become_unbiased_where_times_are_random_or_predictions_wrong(rule: Rule, trust: float) -> None:
     names = [f"c{k}" for k in range(6)]

@@ -327,6 +327,7 @@ def test_a_call_gives_each_model_what_it_has_alone(name: str) -> None:
         torch.testing.assert_close(found.raw[at], CALLS[name](raw[at].clone()), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow  # an interpreter whose memory is overwritten as it is let go
 def test_what_torch_takes_for_a_tensor_has_the_memory_of_one() -> None:
     """Its C++ asks `isinstance` and reads the memory: whether a base may be a number, it asks the tensor's number of dims."""
     script = (

@@ -10,6 +10,7 @@ import torch
 
 import trainwright as tw
 from tests import integration_cases as cases
+from tests.grids import slow_but
 from tests.pool import Pool
 from trainwright.integrations.accelerate import PlannedAccelerator
 from trainwright.integrations.fabric import PlannedStrategy
@@ -89,7 +90,7 @@ def test_a_model_on_the_meta_device_predicts_without_labels(
     assert found["metrics"] == pytest.approx(trained["ours"][0]["metrics"])
 
 
-@pytest.mark.parametrize("kind", ["plain", "ignores"])
+@pytest.mark.parametrize("kind", slow_but(["ignores"], ["plain", "ignores"]))
 def test_other_losses_accumulate_as_by_the_stock_trainer(pool2: Pool, tmp_path: Path, kind: str) -> None:
     path = str(tmp_path / "plan.json")
     tw.plan(cases.head(kind), cases.batch(), hardware="cpu:2", solver="ddp").to_json(path)
@@ -106,6 +107,7 @@ def test_a_loss_with_other_terms_is_not_accumulated(tmp_path: Path) -> None:
         PlannedTrainer(model=cases.head("terms"), args=args, plan=plan)
 
 
+@pytest.mark.slow  # whole runs of the Trainer
 def test_bf16_is_the_plans(pool2: Pool, tmp_path: Path) -> None:
     path = str(tmp_path / "plan.json")
     tw.plan(cases.tiny(), cases.batch(), hardware="cpu:2", solver="fsdp", autocast="bf16").to_json(path)
@@ -166,6 +168,7 @@ def staged_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
+@pytest.mark.slow  # whole runs of the Trainer
 def test_the_trainer_trains_stages_as_the_stock_trainer_does(
     pool2: Pool, staged_path: str, trained: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -30,6 +30,9 @@ from trainwright.optim import compiled
 OWN = tuple(name for name in optim.names() if optim.record(name).cls.__module__.startswith("trainwright"))
 BYTE_SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (7,), (257,), (33, 65), (4, 3, 3, 3), (5, 1), (67, 130))
 every = pytest.mark.parametrize("name", tuple(CASES))
+KINDS = ("adamw8bit", "adabelief", "lion", "normalizedsgd", "frugal", "sophiah", "mfac", "clippedadafactor", "sso")
+"""One of each kind of state, and of what is read of the whole model."""
+of_each_kind = pytest.mark.parametrize("name", slow_but(KINDS, tuple(CASES)))
 
 
 def case_of(name: str, test: str = "") -> Case:
@@ -101,7 +104,7 @@ def test_steps_equal_the_equations(name: str) -> None:
             torch.testing.assert_close(tensor.flatten(), torch.from_numpy(oracle), rtol=1e-9, atol=1e-11)
 
 
-@every
+@of_each_kind
 @pytest.mark.parametrize("form", ["foreach", "capturable"])
 def test_other_forms_equal_the_loop(name: str, form: str) -> None:
     case = case_of(name, form)
@@ -216,7 +219,7 @@ def test_narrow_parameters_are_updated_in_fp32(name: str, dtype: torch.dtype) ->
 # What it may not touch
 
 
-@every
+@of_each_kind
 def test_gradients_are_never_written_to(name: str) -> None:
     case = case_of(name)
     for variant, options in itertools.product(case.all_variants, ({}, {"foreach": True}, {"maximize": True})):
@@ -434,7 +437,7 @@ def test_another_methods_state_is_refused(name: str) -> None:
     assert_same(flat_state(optimizer), flat(state for _, state in sorted(before["state"].items())))
 
 
-@every
+@of_each_kind
 def test_bytes_declared_are_bytes_allocated(name: str) -> None:
     case, entry = case_of(name), optim.record(name)
     for shape, dtype, variant in itertools.product(
@@ -453,7 +456,7 @@ def test_bytes_declared_are_bytes_allocated(name: str) -> None:
         )
 
 
-@every
+@of_each_kind
 def test_temporaries_declared_are_those_of_the_step(name: str, tmp_path: Path) -> None:
     case, entry = case_of(name, "temporaries"), optim.record(name)
     # one sign for every dtype and variant, the other for the first dtype: what it takes hangs on neither of the two
@@ -626,7 +629,7 @@ def test_settings_out_of_range_are_refused(name: str) -> None:
 # What it is priced at
 
 
-@every
+@of_each_kind
 def test_a_profile_holds_the_declared_bytes(name: str) -> None:
     case_of(name, "profile")
     model = nn.Sequential(nn.Linear(33, 65), nn.Tanh(), nn.Linear(65, 257, bias=False))  # 8-bit above 4096
@@ -636,7 +639,7 @@ def test_a_profile_holds_the_declared_bytes(name: str) -> None:
     assert found.optimizer_bytes == per_parameter + entry.once_bytes()
 
 
-@every
+@of_each_kind
 def test_a_plan_is_priced_with_it(name: str) -> None:
     case_of(name, "plan")
     model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 96, bias=False))
@@ -646,11 +649,7 @@ def test_a_plan_is_priced_with_it(name: str) -> None:
     assert plan.predicted.peak_bytes > 0
 
 
-ON_RANKS = ("adamw8bit", "adabelief", "lion", "normalizedsgd", "frugal", "sophiah", "mfac", "clippedadafactor", "sso")
-"""One of each kind of state, and of what is read of the whole model."""
-
-
-@pytest.mark.parametrize("name", slow_but(ON_RANKS, tuple(CASES)))
+@of_each_kind
 def test_two_ranks_equal_one(name: str, pool2: Pool) -> None:
     case = case_of(name, "ranks")
     for result in pool2.run("tests.optim_cases.ranks:steps_on_shards", name=name):

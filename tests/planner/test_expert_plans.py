@@ -31,7 +31,7 @@ def _split_of(plan: tw.Plan) -> set[str]:
     return {split for key, op in plan.modules.items() if key.endswith(":experts") for split in op.split}
 
 
-@pytest.mark.parametrize("split", ["f", "e", "t.0+e"])
+@pytest.mark.parametrize("split", slow_but(["t.0+e"], ["f", "e", "t.0+e"]))
 def test_each_split_can_be_pinned_and_says_what_it_promises(split: str) -> None:
     plan = planned(split)
     assert _split_of(plan) == {split}
@@ -160,7 +160,7 @@ def test_what_is_no_imbalance_is_refused(value: str) -> None:
 EVEN = [("t.0+e", 1.0), ("t.0+e", "worst"), ("f", 1.25)]
 
 
-@pytest.mark.parametrize("cases", slow_but([EVEN[:2]], [EVEN[:2], EVEN]), ids=len)
+@pytest.mark.parametrize("cases", slow_but([], [EVEN[:2], EVEN]), ids=len)
 def test_explain_names_the_imbalance_at_which_splits_are_even(cases: list[tuple[str, Any]]) -> None:
     model, batch = zoo.build("gpt-oss-tiny")
     found = []

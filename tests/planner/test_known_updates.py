@@ -25,7 +25,7 @@ def seen(found: Simulation) -> tuple[Any, ...]:
     return found.peak_bytes, found.peak_at, found.breakdown, found.comm_bytes, found.comm_calls, found.num_calls
 
 
-@pytest.mark.parametrize("target", ["cpu", "gpu"])
+@pytest.mark.parametrize("target", slow_but(["cpu"], ["cpu", "gpu"]))
 @pytest.mark.parametrize(("name", "model"), slow_but(CASES[:1], CASES))
 def test_a_simulation_is_the_same_whether_its_update_is_known(name: str, model: str, target: Target) -> None:
     program, known = tiny_program(model), KnownUpdates()

@@ -86,6 +86,7 @@ def test_a_mesh_of_one_stage_is_taken_on_gpus_with_a_host_too(model: dict[str, A
     assert list(found.mesh.values()) == [2, 2]
 
 
+@pytest.mark.slow  # three orders are planned, checked and explained
 def test_another_order_is_taken_where_its_step_is_shorter(model: dict[str, Any], plan: Plan) -> None:
     found = {name: tw.plan(**model, **ASKED, pipeline_schedule=name) for name in ("1f1b", "interleaved", "zero-bubble")}
     fastest = min(each.predicted.step_s for each in found.values())

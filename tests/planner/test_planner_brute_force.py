@@ -14,8 +14,8 @@ from torch import nn
 from tests.builders import task
 from tests.planner_oracle import Oracle
 from trainwright.artifacts import Tier
+from trainwright.capture.cached import cached_capture
 from trainwright.capture.experts import experts
-from trainwright.capture.export import capture
 from trainwright.planner.model.memory import set_budget
 from trainwright.planner.model.milp import Patience
 from trainwright.planner.problem.recipes import Restriction
@@ -91,18 +91,18 @@ class Mixture(nn.Module):
 
 @functools.cache
 def mixture_program(batch: int):
-    return build_program(capture(Mixture(), (torch.ones(batch, 6),), lambda out, _: out))
+    return build_program(cached_capture(Mixture(), (torch.ones(batch, 6),), lambda out, _: out))
 
 
 @functools.cache
 def program_of(num_blocks: int, kind: str, batch: int):
     model = nn.Sequential(nn.Linear(6, 6, bias=False), Mixed(num_blocks, kind))
-    return build_program(capture(model, (torch.ones(batch, 6),), lambda out, _: out))
+    return build_program(cached_capture(model, (torch.ones(batch, 6),), lambda out, _: out))
 
 
 @functools.cache
 def tied_program(num_readers: int, batch: int):
-    return build_program(capture(TiedEnds(num_readers), (torch.ones(batch, 6),), lambda out, _: out))
+    return build_program(cached_capture(TiedEnds(num_readers), (torch.ones(batch, 6),), lambda out, _: out))
 
 
 def random_case(seed: int, tied: bool = False, mixture: bool = False):

@@ -9,31 +9,43 @@ import pytest
 
 import trainwright as tw
 from benchmarks.planner.grid import solved, violations
-from tests.builders import NUM_LAYERS, deep_program, peaks, question, task
+from tests.builders import NUM_LAYERS, blocks_program, deep_program, peaks, question, task
 from tests.grids import slow_but
 from trainwright.artifacts import Plan
 from trainwright.models import zoo
 from trainwright.planner import compare, make_plan
+from trainwright.planner.best_first import solve_on
 
 
 @functools.cache
 def planned(share: float, num_layers: int = NUM_LAYERS) -> Plan:
-    """A plan within a budget between the smallest plan's peak (0) and the fastest plan's (1).
-
-    The time is ample: on a loaded machine the search would else end where the clock does.
-    """
+    """A plan within a budget between the smallest plan's peak (0) and the fastest plan's (1)."""
     low, high = peaks(num_layers)
-    budget = int(low + share * (high - low))
-    asked = question(deep_program(num_layers), "2xh100", budget_bytes=budget, time_limit_s=150.0, offload="none")
-    return make_plan(**asked)
+    return within(deep_program(num_layers), int(low + share * (high - low)))
 
 
-DEEP = [(share, NUM_LAYERS) for share in (0.2, 0.6, 0.9)]
+def within(program, budget_bytes: int) -> Plan:
+    """A plan within a budget; the time is ample, since on a loaded machine the search would else end where the clock does."""
+    return make_plan(**question(program, "2xh100", budget_bytes=budget_bytes, time_limit_s=150.0, offload="none"))
 
 
-@pytest.mark.parametrize(("share", "num_layers"), slow_but([(0.9, 2)], [(0.9, 2), *DEEP]))
+DEEP = [(0.9, 2), *((share, NUM_LAYERS) for share in (0.2, 0.6, 0.9))]
+
+
+@pytest.mark.parametrize(("share", "num_layers"), slow_but([], DEEP))
 def test_a_budget_that_binds_is_used(share, num_layers):
-    plan = planned(share, num_layers)
+    check_that_the_budget_is_used(planned(share, num_layers))
+
+
+def test_a_budget_that_binds_is_used_in_a_short_program():
+    program = blocks_program(4, 4096)
+    (place,) = task(program, "2xh100", mesh=(2,)).places
+    low = place.solver.smallest(place.settings("joint")).simulation.peak_bytes
+    high = solve_on(place, "joint").simulation.peak_bytes
+    check_that_the_budget_is_used(within(program, int(low + 0.7 * (high - low))))
+
+
+def check_that_the_budget_is_used(plan: Plan) -> None:
     assert 0.95 * plan.budget_bytes <= plan.predicted.peak_bytes <= plan.budget_bytes
     assert plan.solver.gap <= 5e-3  # of all row budgets, those included that let in what does not fit
     assert plan.predicted.recompute_s > 0
@@ -57,9 +69,10 @@ def test_the_problem_does_not_grow_with_depth():
     assert sizes[0] == sizes[1]
 
 
-@pytest.mark.parametrize("num_layers", slow_but([2], [2, NUM_LAYERS]))
-def test_a_plan_can_be_reviewed(num_layers):
-    lines = planned(0.9, num_layers).to_json().splitlines()
+@pytest.mark.parametrize("solver", slow_but(["fsdp"], ["fsdp", "joint"]))
+def test_a_plan_can_be_reviewed(solver):
+    plan = planned(0.9) if solver == "joint" else make_plan(**question(deep_program(2), "2xh100"), solver=solver)
+    lines = plan.to_json().splitlines()
     assert json.loads("\n".join(lines))
     assert len(lines) < 300
     assert max(map(len, lines)) <= 160, max(lines, key=len)

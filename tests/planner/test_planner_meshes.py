@@ -13,7 +13,7 @@ from tests.builders import Blocks, blocks_program, question, task, tiny_program
 from tests.grids import slow_but
 from tests.planner_ranks import run_ranks, shard, whole_values
 from trainwright.artifacts import Refusal
-from trainwright.capture.export import capture
+from trainwright.capture.cached import cached_capture
 from trainwright.hardware import resolve
 from trainwright.planner import make_plan
 from trainwright.planner.best_first import solve_on
@@ -132,6 +132,7 @@ def test_megatron_tries_every_width_of_its_last_axis():
     assert [space.place.shape for space in spaces] == ["8", "2x4", "4x2"]
 
 
+@pytest.mark.slow  # a search on three axes
 def test_changes_of_layout_on_three_axes_are_plain():
     (place,) = task(tiny_program("gpt2-tiny"), "8xh100", mesh=(2, 2, 2)).places
     _, sharding = place.solver.plain()
@@ -146,7 +147,7 @@ def test_changes_of_layout_on_three_axes_are_plain():
 def test_gradients_on_three_axes_are_those_of_one_process():
     torch.manual_seed(0)
     model, batch = Blocks(2).double(), (torch.randn(64, 6, dtype=torch.float64),)
-    program = build_program(capture(model, batch, lambda out, _: out))
+    program = build_program(cached_capture(model, batch, lambda out, _: out))
     values = whole_values(program, model, {"0": batch[0]})
     loss, gradients = run_ranks(program, whole_program(program).decisions, values)
     (place,) = task(program, "cpu:8", mesh=(2, 2, 2)).places

@@ -14,7 +14,7 @@ from torch import nn
 from tests.builders import task, tiny_program
 from tests.plans import plan_of
 from tests.recipe_points import ANY, optimus, restricted
-from trainwright.capture.export import capture
+from trainwright.capture.cached import cached_capture
 from trainwright.models import zoo
 from trainwright.planner.best_first import solve_on
 from trainwright.planner.model.decode import Choice, decisions_from
@@ -71,7 +71,7 @@ def test_sequence_parallelism_gathers_and_scatters_where_megatron_reduces():
     sent = []
     for num_layers in (2, 3):
         model, batch = zoo.build("llama-tiny", num_hidden_layers=num_layers)
-        program = build_program(capture(model, batch))
+        program = build_program(cached_capture(model, batch))
         (place,) = task(program).places
         rest = {"_proj.weight": ANY, "norm.weight": ["R"], "embed_tokens.weight": ["R"], "lm_head.weight": ["R"]}
         answer = restricted(place, {**rest, **LLAMA_SEQUENCE})
@@ -108,7 +108,7 @@ def test_expert_parallelism_exchanges_tokens_and_no_gradients_of_experts():
     groups, tokens, num_experts, capacity, width, hidden = 4, 10, 2, 3, 6, 14
     model = Experts(num_experts, capacity, width, hidden)
     batch = (torch.rand(groups, tokens, width), torch.rand(groups, tokens, num_experts * capacity))
-    program = build_program(capture(model, batch, lambda out, _: out))
+    program = build_program(cached_capture(model, batch, lambda out, _: out))
     (place,) = task(program).places
     # The batch of the outer products is groups of tokens, that of the inner ones experts.
     products = {":bmm": ["b"], "up": ["d0"], "down": ["d0"], "scale": ["R"]}
@@ -133,7 +133,7 @@ class OneLinear(nn.Module):
 
 def test_optimus_sends_blocks_of_activations_and_weights():
     """A product of [32, 48] and [48, 192] on 2 × 2: q (b s h + h · 4 h) / p = 5376 numbers forward, twice that backward."""
-    program = build_program(capture(OneLinear(48, 192), (torch.rand(32, 48),), lambda out, _: out))
+    program = build_program(cached_capture(OneLinear(48, 192), (torch.rand(32, 48),), lambda out, _: out))
     (place,) = task(program, "cpu:4", mesh=(2, 2)).places
     rest = {"linear.weight": ["d1/d0"], "scale": ["R/d0"]}
     cut = {key: ["d0/d1"] for key in (":mul", ":square", ":mean")}

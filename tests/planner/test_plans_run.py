@@ -12,7 +12,7 @@ import trainwright as tw
 from tests.builders import check_on_ranks, run_on_ranks, spec_of
 from tests.grids import slow_but
 from tests.pool import Pool
-from trainwright.capture.export import capture
+from trainwright.capture.cached import cached_capture
 from trainwright.program.program import build_program
 
 SLOW_ONLY = (
@@ -139,7 +139,7 @@ def test_an_op_without_a_rule_is_gathered_and_said_to_be() -> None:
 @pytest.mark.parametrize("model", slow_but([*MODELS[:1], *MODELS[2:7], "mamba-2-tiny", "deepseek-v3-tiny"], MODELS))
 def test_no_op_of_the_zoo_is_merely_gathered(model: str) -> None:
     loaded = tw.load_model(f"zoo:{model}")
-    program = build_program(capture(loaded.model, loaded.batch))
+    program = build_program(cached_capture(loaded.model, loaded.batch))
     unknown = {op.name for op in program.ops if not op.constant and not op.signature.known}
     assert not unknown
     assert len(program.ops) > 20

@@ -15,7 +15,7 @@ from torch import nn
 from tests.builders import task
 from tests.grids import slow_but
 from trainwright.artifacts import Tier
-from trainwright.capture.export import capture
+from trainwright.capture.cached import cached_capture
 from trainwright.planner.model import offload
 from trainwright.planner.model.decode import Choice, decisions_from
 from trainwright.planner.model.offload import OFFLOAD_EPSILON_S
@@ -42,7 +42,7 @@ class Block(nn.Module):
 @functools.cache
 def program_of(num_blocks: int, batch: int):
     model = nn.Sequential(*(Block() for _ in range(num_blocks)))
-    return build_program(capture(model, (torch.ones(batch, WIDTH),), lambda out, _: out.square().mean()))
+    return build_program(cached_capture(model, (torch.ones(batch, WIDTH),), lambda out, _: out.square().mean()))
 
 
 def place_of(num_blocks: int, batch: int, tier: Tier, policy: Policy, optimizer: str = "adamw") -> Place:

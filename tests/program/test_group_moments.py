@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from tests.builders import tiny_program
+from trainwright.capture.cached import cached_capture
 from trainwright.capture.export import capture
 from trainwright.program.program import build_program
 
@@ -22,7 +23,7 @@ class Gated(nn.Module):
 
 def test_a_group_whose_ops_are_apart_stands_where_the_last_of_them_is() -> None:
     """silu(gate) · up: the product runs behind `up`, so its backward comes first, and that of silu behind that of `up`."""
-    program = build_program(capture(Gated(), (torch.ones(2, 4),), lambda out, _: out.square().mean()))
+    program = build_program(cached_capture(Gated(), (torch.ones(2, 4),), lambda out, _: out.square().mean()))
     groups = program.regions[0].region_class.groups
     product = next(group for group in groups if any(op.name == "silu" for op in group.ops))
     gate, up = (next(group for group in groups if group.key.startswith(name)) for name in ("gate", "up"))
@@ -47,7 +48,7 @@ class Pairs(nn.Module):
 
 def test_an_op_joins_no_group_that_would_make_one_of_two_of_its_loops() -> None:
     """Split alike, x[:, None] - x[None] would be rows of a rank's own part alone, and square + square.T its diagonal block."""
-    program = build_program(capture(Pairs(), (torch.ones(8, 4),), lambda out, _: out.mean()))
+    program = build_program(cached_capture(Pairs(), (torch.ones(8, 4),), lambda out, _: out.mean()))
     groups = program.regions[0].region_class.groups
     for name in ("sub", "add"):
         group = next(group for group in groups if any(op.name == name for op in group.ops))

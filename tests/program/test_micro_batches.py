@@ -75,7 +75,7 @@ def test_sharded_and_recomputed_in_two(pool2: Pool, model: str, share: float) ->
         ("summed", {4.0}),
         pytest.param("over_batch_size", {4.0, 0.25}, marks=pytest.mark.slow),
         ("masked_mean", {4.0, "whole-sum"}),
-        ("regularised", {"weighted"}),
+        pytest.param("regularised", {"weighted"}, marks=pytest.mark.slow),
         ("sloped", {4.0, 0.25}),
         pytest.param("torchs_encoder", {"weighted"}, marks=pytest.mark.slow),
     ],

@@ -15,7 +15,7 @@ from tests.docs_files.train import MyModel
 from tests.grids import slow_but
 from tests.pool import Pool
 from trainwright.artifacts import Plan, Refusal, UserError
-from trainwright.capture.export import capture
+from trainwright.capture.cached import cached_capture
 from trainwright.models import zoo
 from trainwright.planner import simulate
 from trainwright.program.other_shapes import decisions_at
@@ -84,7 +84,7 @@ def test_a_plan_that_offloads(pool2: Pool) -> None:
 @pytest.mark.parametrize(
     ("name", "mesh", "seed"),
     slow_but(
-        [("masked", [2, 2], 5)],
+        [],
         [("net", [4], 5), ("net", [4], 6), ("masked", [2, 2], 5), ("gpt2-tiny", [2, 2], 5)],
     ),
 )
@@ -212,20 +212,20 @@ def test_one_plan_for_several_shapes(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "solver"),
-    slow_but([("resnet-tiny", "ddp")], [("gpt2-tiny", "fsdp"), ("resnet-tiny", "ddp"), ("gpt2-tiny", "joint")]),
+    slow_but([], [("gpt2-tiny", "fsdp"), ("resnet-tiny", "ddp"), ("gpt2-tiny", "joint")]),
 )
 def test_smaller_batches_peak_no_higher_than_planned(name: str, solver: str) -> None:
     with shape_cases.exact():
         model, batch, _ = shape_cases.build(name)
         plan = tw.plan(model, batch, hardware="cpu:2", solver=solver, optimizer="sgd")
-        planned = build_program(capture(model, batch))
+        planned = build_program(cached_capture(model, batch))
         decisions = decisions_of(planned, plan)
         make = lambda params: torch.optim.SGD(params, lr=1e-2)  # noqa: E731
         most = simulate(planned, decisions, make).peak_bytes
         for rows, length in [(3, None), (1, None), (4, 9)] if name == "gpt2-tiny" else [(3, None), (1, None)]:
             fed = shape_cases.cut(batch, rows, length)
             cut = Cut(plan, {key: tuple(fed[key].shape) for key in plan.batch})
-            program = build_program(capture(model, batch_like(plan, cut.shapes)))
+            program = build_program(cached_capture(model, batch_like(plan, cut.shapes)))
             inputs = {key: entry.layout for key, entry in cut.entries().items()}
             found = simulate(program, decisions_at(program, planned, decisions, inputs), make)
             assert found.peak_bytes <= most, (rows, length)

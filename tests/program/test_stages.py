@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainwright.artifacts import UserError
-from trainwright.capture.export import capture
+from trainwright.capture.cached import cached_capture
 from trainwright.models import zoo
 from trainwright.program.program import Program, build_program
 from trainwright.program.stages import boundaries, cut, tied
@@ -20,7 +20,7 @@ MODELS = ["gpt2-tiny", "llama-tiny", "bert-tiny", "t5-tiny", "vit-tiny", "mixtra
 
 @cache
 def program_of(name: str) -> Program:
-    return build_program(capture(*zoo.build(name, device="meta")))
+    return build_program(cached_capture(*zoo.build(name, device="meta")))
 
 
 @settings(max_examples=20)

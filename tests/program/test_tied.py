@@ -73,6 +73,7 @@ def test_the_objective_is_the_price_of_what_runs(model: str, solver: str) -> Non
     assert answer.objective_s == pytest.approx(price_of(place, answer.decisions), rel=1e-6)
 
 
+@pytest.mark.slow  # two searches of gpt2-tiny
 def test_under_a_tight_budget_each_reader_gathers_its_own() -> None:
     question = {"hardware": "cpu:2", "solver": "fsdp"}
     model = zoo.build("gpt2-tiny", device="meta", n_layer=4, vocab_size=256, batch_size=16, seq_len=64)

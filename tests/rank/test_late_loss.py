@@ -31,6 +31,7 @@ def test_on_two_axes(pool4: Pool) -> None:
         assert_same(found)
 
 
+@pytest.mark.slow  # gpt2-tiny under data parallelism is tested on each change
 def test_with_gathered_parameters(pool2: Pool) -> None:
     for found in pool2.run(CASES + "compared", model="llama-tiny", question={**DATA_PARALLEL, "solver": "fsdp"}):
         assert_same(found)

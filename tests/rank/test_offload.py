@@ -14,7 +14,7 @@ from tests.grids import slow_but
 from tests.plans import plan_of, random_decisions
 from tests.pool import Pool
 from trainwright.artifacts import Cluster, Tier, UserError
-from trainwright.capture.export import capture
+from trainwright.capture.cached import cached_capture
 from trainwright.hardware import resolve
 from trainwright.hardware.disk import disk_rates
 from trainwright.models import zoo
@@ -28,7 +28,7 @@ from trainwright.runtime.offload import DiskStore, HostStore
 
 @pytest.fixture(scope="module")
 def program():
-    return build_program(capture(*zoo.build("gpt2-tiny", device="meta")))
+    return build_program(cached_capture(*zoo.build("gpt2-tiny", device="meta")))
 
 
 # What leaves comes back the same
@@ -152,7 +152,7 @@ def test_offloading_beside_recomputation_and_sharding_computes_the_same(pool2: P
 
 def test_indices_that_come_back_are_unknown_to_the_simulation() -> None:
     """The experts that tokens go to are offloaded, what they index is rederived: no value of theirs is ever read."""
-    program = build_program(capture(*zoo.build("mixtral-tiny", device="meta")))
+    program = build_program(cached_capture(*zoo.build("mixtral-tiny", device="meta")))
     decisions = random_decisions(program, (2,), 1, recompute=0.6, offload=1.0)
     assert any(tensor.dtype is torch.int64 for tensor in offloaded_outputs(program, decisions))
     torch.use_deterministic_algorithms(True, warn_only=True)  # memory that nobody wrote holds the largest integers

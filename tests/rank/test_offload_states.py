@@ -13,7 +13,7 @@ from tests.grids import slow_but
 from tests.pool import Pool
 from trainwright import optim
 from trainwright.artifacts import Plan, Tier, UserError
-from trainwright.capture.export import capture
+from trainwright.capture.cached import cached_capture
 from trainwright.planner import explain
 from trainwright.planner.plan import make_plan
 from trainwright.program.plan_text import decisions_of
@@ -218,7 +218,7 @@ def test_every_record_says_whether_it_updates_parameters_alone() -> None:
 @pytest.mark.parametrize(
     ("name", "optimizer"),
     slow_but(
-        [("gpt2-tiny", "adamw"), ("gpt2-tiny", "sgd-momentum")],
+        [("gpt2-tiny", "adamw")],
         [(name, optimizer) for name in ("gpt2-tiny", "llama-tiny") for optimizer in ("adamw", "sgd-momentum")],
     ),
 )
@@ -232,6 +232,7 @@ def test_ranks_train_the_same_and_hold_what_was_promised(pool2: Pool, name: str,
     assert max(rank["peak_bytes"] for rank in found) == pytest.approx(plan.predicted.peak_bytes, rel=0.01)
 
 
+@pytest.mark.slow  # three runs of two plans
 def test_checkpoints_go_on_with_states_on_the_device_and_off_it(pool2: Pool, tmp_path) -> None:
     plan = pinned("gpt2-tiny", "adamw").to_json()
     arguments = {"plan": plan, "name": "gpt2-tiny", "folder": str(tmp_path), "optimizer": "adamw"}
@@ -258,7 +259,7 @@ def test_a_full_disk_is_said_so_and_nothing_is_left(pool2: Pool) -> None:
 def deep_program():
     """Little but parameters: the peak is at the optimizer's step."""
     model = nn.Sequential(nn.Linear(64, 200), nn.Linear(200, 64), nn.Linear(64, 16))
-    return build_program(capture(model, (torch.ones(2, 64),), lambda out, _: out.square().mean()))
+    return build_program(cached_capture(model, (torch.ones(2, 64),), lambda out, _: out.square().mean()))
 
 
 def test_the_window_of_the_update_is_in_the_peak(pool2: Pool) -> None:

@@ -9,7 +9,7 @@ import pytest
 from tests.grids import slow_but
 from tests.plans import random_decisions
 from tests.pool import Pool
-from trainwright.capture.export import capture
+from trainwright.capture.cached import cached_capture
 from trainwright.models import zoo
 from trainwright.program.program import build_program
 from trainwright.rank.instructions import Borrow
@@ -32,7 +32,7 @@ def test_on_two_ranks(pool2: Pool, model: str, seed: int) -> None:
     ("model", "seed"), slow_but([("gpt2-tiny", 12)], [("gpt2-tiny", 12), ("bert-tiny", 5), ("t5-tiny", 4)])
 )
 def test_with_a_copy_that_several_regions_read(pool2: Pool, model: str, seed: int) -> None:
-    program = build_program(capture(*zoo.build(model, device="meta")))
+    program = build_program(cached_capture(*zoo.build(model, device="meta")))
     local = build_local(program, random_decisions(program, (2,), seed), SimulatedCommunicator((2,)))
     assert any(isinstance(found, Borrow) for found in local.instructions), "one that is lent is what is tested"
     report = pool2.run("tests.parallel_cases:random_plan", timeout_s=280, model=model, mesh=[2], seed=seed)[0]

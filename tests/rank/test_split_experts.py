@@ -8,7 +8,7 @@ import pytest
 
 from tests.plans import random_decisions
 from tests.pool import Pool
-from trainwright.capture.export import capture
+from trainwright.capture.cached import cached_capture
 from trainwright.models import zoo
 from trainwright.program.program import build_program
 from trainwright.rank.local import build_local
@@ -72,7 +72,7 @@ def test_random_plans(pool4: Pool, mesh: list[int], seed: int) -> None:
 
 def test_which_experts_were_chosen_is_never_made_anew() -> None:
     """A rerun that broke a near tie the other way would exchange other numbers of rows than the forward."""
-    program = build_program(capture(*zoo.build("gpt-oss-tiny")))
+    program = build_program(cached_capture(*zoo.build("gpt-oss-tiny")))
     decisions = random_decisions(program, (2,), seed=0, recompute=0.0)
     decisions.recomputed = {tensor.key for op in program.ops for tensor in op.outputs}
     values = build_local(program, decisions, SimulatedCommunicator((2,))).values

@@ -73,6 +73,7 @@ def test_another_plan_on_other_ranks_goes_on(
         assert later < 1e-6
 
 
+@pytest.mark.slow  # two runs of gpt2-tiny
 def test_a_state_that_cannot_be_cut_anew_is_refused(pool2: Pool, tmp_path: Path) -> None:
     question = {"name": "gpt2-tiny", "folder": str(tmp_path), "optimizer": "adamw8bit"}
     pool2.run(CASES + "saves", plan=planned("gpt2-tiny", "fsdp", dropout=False), **question)

@@ -27,8 +27,11 @@ BATCH = (torch.ones(64, 64),)
 
 @pytest.mark.parametrize(
     "asked",
-    [{}, {"micro_batches": 2}, {"memory": "260KiB", "offload": "disk"}],
-    ids=["plain", "micro-batches", "offloaded"],
+    [
+        pytest.param({}, id="plain", marks=pytest.mark.slow),
+        pytest.param({"micro_batches": 2}, id="micro-batches"),
+        pytest.param({"memory": "260KiB", "offload": "disk"}, id="offloaded", marks=pytest.mark.slow),
+    ],
 )
 def test_a_dropped_module_leaves_nothing_behind(no_collection, asked):
     model = torch.nn.Sequential(*(layer for _ in range(4) for layer in (torch.nn.Linear(64, 64), torch.nn.GELU())))

@@ -95,6 +95,7 @@ def test_adapters_computed_from_the_base_are_refused_on_the_meta_device() -> Non
         adapters.reset_adapter(model, path)
 
 
+@pytest.mark.slow  # twenty steps of an example on ranks
 def test_the_example_learns_and_writes_an_adapter(pool2: Pool, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     question = ["plan", "examples/lora.py:build", "--hardware", "cpu:2", "--solver", "fsdp", "--memory", "1.2MiB"]

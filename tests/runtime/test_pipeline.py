@@ -33,9 +33,9 @@ def check(pool: Pool, options: dict[str, Any], update: bool = False) -> None:
     "options",
     [
         case(recompute=True),
-        case(depth="gpipe", seed=2),
+        pytest.param(case(depth="gpipe", seed=2), marks=pytest.mark.slow),
         pytest.param(case(depth="zero-bubble", layers=4, num_micro=8, recompute=True, seed=1), marks=pytest.mark.slow),
-        case(depth="interleaved2", layers=4, recompute=True, seed=1),
+        pytest.param(case(depth="interleaved2", layers=4, recompute=True, seed=1), marks=pytest.mark.slow),
         case(num_micro=4, recompute=True, offload=0.7, seed=4),
         pytest.param(case(depth="gpipe", offload=0.7, seed=5), marks=pytest.mark.slow),
         pytest.param(case(depth="zero-bubble", layers=4, num_micro=8, offload=0.7, seed=6), marks=pytest.mark.slow),

@@ -42,8 +42,10 @@ def test_a_plan_of_the_solver(pool2: Pool, name: str) -> None:
     assert max(report["peak_bytes"]) == pytest.approx(plan.predicted.peak_bytes, rel=0.01, abs=64)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    slow_but([(name, 0) for name in QUICK[1::2]], [(name, seed) for name in NAMES for seed in range(4)]),
+)
 def test_plans_drawn_at_random(pool2: Pool, name: str, seed: int) -> None:
     report = pool2.run(CASES + "random_plan", name=name, mesh=[2], seed=seed)[0]
     assert report["passed"], report

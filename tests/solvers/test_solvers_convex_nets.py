@@ -159,6 +159,7 @@ def test_fewer_patterns_fit_worse_and_the_gap_is_not_hidden() -> None:
     assert funs[0] > funs[1] * 1.01 > funs[2]
 
 
+@pytest.mark.slow  # hundreds of iterations
 def test_the_logistic_loss_comes_to_the_same_as_the_exact_solver() -> None:
     X, y = curve(20, seed=2)
     labels, patterns = torch.where(y > 0.3, 1.0, -1.0).double(), enumerate_patterns(X)[:, ::3]

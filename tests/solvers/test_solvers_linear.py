@@ -259,6 +259,7 @@ def test_tsallis_inf_finds_the_best_fixed_value() -> None:
     assert fixed.min() < 0.3 * fixed[0]
 
 
+@pytest.mark.slow  # thousands of rounds
 def test_a_context_brings_less_than_the_best_fixed_value() -> None:
     fixed, best = fixed_and_best(2000)
     binned = play(TsallisINFCB(-0.15, 0.45, seed=0), 2000)

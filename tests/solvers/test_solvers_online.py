@@ -267,6 +267,7 @@ def test_exp_concave_regret_is_flat_without_noise_and_bounded_in_it() -> None:
     assert 0 < float(noisy[-1]) < 5 * (4 + 4) * 3 * math.log(1200)
 
 
+@pytest.mark.slow  # thousands of rounds
 def test_dynamic_regret_is_near_that_of_the_best_step_size() -> None:
     """Targets that jump often or seldom: one fixed step size cannot serve both, the mixture is near the better one."""
     num_rounds = 1200

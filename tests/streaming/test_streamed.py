@@ -126,7 +126,7 @@ def assert_equal(one: nn.Module, other: nn.Module) -> None:
         assert torch.equal(a, b), name
 
 
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("exact", slow_but([True], [False, True]))
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_are_mezos_to_the_bit(kind: str, exact: bool) -> None:
     torch.manual_seed(0)
@@ -184,7 +184,9 @@ def test_masters_beside_a_model_in_bf16() -> None:
 
 
 @pytest.mark.parametrize("storage", slow_but([torch.bfloat16], [None, torch.bfloat16]))
-@pytest.mark.parametrize("kind", ["plain", "tied", "read elsewhere", "its own loop"])
+@pytest.mark.parametrize(
+    "kind", slow_but(["tied", "its own loop"], ["plain", "tied", "read elsewhere", "its own loop"])
+)
 def test_the_peak_is_predicted_to_the_byte(kind: str, storage: torch.dtype | None) -> None:
     model, ids = Tokens(kind, dropout=0.1, width=32), batches()[0]
     predicted = predicted_peak(model, ids, loss_of, storage=storage)

@@ -158,6 +158,7 @@ def error_by_budget(num_workers: int, budget: int, growth: float, num_seeds: int
     return num_workers * budget * float(np.mean(errors)), rounds
 
 
+@pytest.mark.slow  # rates of convergence over thousands of steps
 def test_error_of_cr_psgd_falls_with_workers_times_budget_in_few_rounds() -> None:
     grid = {(n, budget): error_by_budget(n, budget, 1.3) for n in (1, 4, 16) for budget in (2000, 8000, 32000)}
     errors = [error for error, _ in grid.values()]

@@ -119,6 +119,7 @@ def test_messages_that_nobody_takes_are_settled_at_the_end(pool2: Pool) -> None:
     assert pool2.run("tests.sync_cases:left_over", timeout_s=60) == [[0.0, 0.0], [-1.0, -1.0]]
 
 
+@pytest.mark.slow  # three processes import torch anew
 def test_a_script_ends_after_finish_whatever_was_under_way() -> None:
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -141,6 +142,7 @@ def test_a_failed_send_is_raised_by_the_next_call() -> None:
         outbox.close()
 
 
+@pytest.mark.slow  # two ranks are tested on each change
 def test_four_ranks_equal_the_simulator_to_the_bit(pool4: Pool) -> None:
     equals_simulated(pool4.run, 4)
 

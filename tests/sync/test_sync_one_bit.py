@@ -212,6 +212,7 @@ def mlp_run(name: str, num_steps: int, warm_up: int) -> tuple[float, int, bool]:
     return sum(loss for loss, _ in done.results) / 4, 8 * done.sent_bytes // 4, len(digests) == 1
 
 
+@pytest.mark.slow  # two runs of training
 def test_a_network_learns_as_well_at_a_quarter_of_the_bits() -> None:
     """A fifth of the steps is whole: bits fall to about 1 / (0.2 + 0.8 / 32) of LAMB's, 4.4 at 2/32 a number each way."""
     loss, bits, equal = mlp_run("1-bit-lamb", 200, 40)

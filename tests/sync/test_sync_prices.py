@@ -29,7 +29,7 @@ COMPUTE_S = 0.01
 TCP = Network(1e-3, 1e5, wire=1.06)
 
 
-@pytest.mark.parametrize("link", [LINK, TCP], ids=["plain", "tcp"])
+@pytest.mark.parametrize("link", [pytest.param(LINK, id="plain", marks=pytest.mark.slow), pytest.param(TCP, id="tcp")])
 @pytest.mark.parametrize("name", tuple(CASES))
 def test_a_predicted_step_takes_what_the_simulator_counts(name: str, link: Network, one_thread: None) -> None:
     """To a percent, but for dadao, whose events are random: a chain of waits in another run of them."""

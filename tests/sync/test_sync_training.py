@@ -84,6 +84,7 @@ def test_workers_equal_a_loop_by_hand_and_go_on_to_the_bit(pool2: Pool, tmp_path
     assert found[0]["diloco"]["sent"] == [0, 0, 92 * 8, 0, 0, 92 * 8]
 
 
+@pytest.mark.slow  # two workers are tested on each change
 def test_two_shards_by_two_replicas_equal_whole_models(pool4: Pool, tmp_path: Path) -> None:
     """The gradients of a shard are sums in another order, hence a tolerance; of 1-bit Adam each shard has its scale."""
     shards = (24, 24, 4, 4, 16, 16, 2, 2)
