@@ -222,6 +222,18 @@ def test_a_young_file_is_read_each_time(tmp_path: Path) -> None:
     assert str(path) not in surroundings._digests
 
 
+def test_a_file_of_the_users_in_place_of_a_packages_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules of packages are not looked at again, as long as they are the same."""
+    path = tmp_path / "scales.py"
+    path.write_text("SCALE = 2\n")
+    for file, is_own in ((torch.__file__, False), (str(path), True), (torch.__file__, False)):
+        module = types.ModuleType("scales")
+        module.__file__ = file
+        monkeypatch.setitem(sys.modules, "scales", module)
+        for _ in range(2):
+            assert (str(path) in surroundings._own_files()) == is_own
+
+
 def test_a_package_that_is_replaced_while_it_runs_is_kept_as_it_was_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
+import math
 import sys
 from dataclasses import replace
 
@@ -34,6 +35,7 @@ from trainwright.planner.budget import budget_for, usable_bytes
 from trainwright.planner.costs.known_updates import Update
 from trainwright.planner.costs.price import price
 from trainwright.planner.costs.simulate import Simulation
+from trainwright.planner.model.deadline import Deadline
 from trainwright.planner.model.decode import Choice, decisions_from
 from trainwright.planner.model.outcome import Outcome
 from trainwright.planner.search.effort import GAP
@@ -158,11 +160,24 @@ def test_every_plan_fits_and_joint_is_fastest(name, hardware, mesh, share):
             assert answer.smallest is None or answer.smallest.simulation.peak_bytes > usable_bytes(budget), solver
 
 
-@pytest.mark.parametrize("budget", slow_but([None], [None, 1_607_000]))
-def test_joint_is_no_slower_than_a_recipe_where_all_is_kept_and_the_objective_is_off(budget):
-    """By the objective `ddp` is 0.1 % slower here, and 0.2 % faster by the price; `two-stage` 0.7 % slower, and 0.4 % faster."""
-    (place,) = task(tiny_program("resnet-tiny"), "2xh100", mesh=(2,), budget_bytes=budget).places
-    found = {recipe: place.overlapped(solve_on(place, recipe)) for recipe in RECIPES}
+@pytest.mark.parametrize(
+    ("num", "hardware", "budget"),
+    slow_but(
+        [(2, "2xh100", None)],
+        [(2, "2xh100", None), (2, "2xh100", 1_607_000), (8, "8xa100", 1_429_504)],
+    ),
+)
+def test_joint_is_no_slower_than_a_recipe_where_the_objective_is_off(num, hardware, budget):
+    """By the objective `ddp` is 0.1 % slower on two, and 0.2 % faster by the price; `two-stage` 0.7 % slower, and 0.4 % faster.
+
+    On eight memory binds, and `two-stage` recomputes.
+    """
+    (place,) = task(tiny_program("resnet-tiny"), hardware, mesh=(num,), budget_bytes=budget).places
+    answers = {}
+    for recipe in RECIPES:
+        place.task.deadline = Deadline(place.task.time_limit_s, clock_s=math.inf)
+        answers[recipe] = solve_on(place, recipe)
+    found = {recipe: place.overlapped(answer) for recipe, answer in answers.items() if isinstance(answer, Answer)}
     assert found["joint"][1].step_s == min(takes.step_s for _, takes in found.values())
     for running, takes in found.values():
         assert place.price_of(running.decisions).step_s == takes.step_s

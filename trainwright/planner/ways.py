@@ -148,7 +148,7 @@ class Ways(Space):
         has_answer = self.known is not None or (self.is_beside and self.refused is None)
         settings.seeks_least = not has_answer and math.isinf(settings.cutoff_s)
         if self.is_beside:
-            narrow = restriction(self.place.problem, _KNOWN).allowed
+            narrow = restriction(self.place.problem, self.recipe).allowed
             given = self.place.restriction("joint")
             settings.restriction = replace(given, allowed=both(given.allowed, narrow), offload=False)
         if self.is_beside and self.refused is None:
@@ -302,9 +302,11 @@ class Ways(Space):
             incumbent.bound_s = min(incumbent.bound_s, max(bound_s, refused.floor_s))
 
     def _beside(self, refused: Infeasible | None = None) -> Iterator[Space]:
-        """Yield the space of the recipe that `joint` is held against.
+        """Yield the spaces of the recipes that `joint` is held against.
 
         A search of its own lands on plans that the rows let in there, and count too much for in the search of everything.
+        `two-stage`, which looks at other shardings, is one of them where the objective is off by more than it often is, and a
+        search takes little.
         refused: why there is no answer; then the recipe is tried for want of one.
         """
         place, rank = self.place, self.rank if refused is None else max(self.rank, RANK_OF_REFUSED)
@@ -312,8 +314,11 @@ class Ways(Space):
             return
         if place.problem.costs.resting is not None:
             return  # the recipe keeps in memory what may rest on disks
-        if all(both(place.restriction("joint").allowed, restriction(place.problem, _KNOWN).allowed).values()):
-            yield Ways(place, _KNOWN, 0, None, refused, self.bound_s, rank, is_beside=True, is_relaxed=True)
+        often_off = place.solver.effort.often_off
+        is_off = self.known is not None and self.known.step_s > (1 + often_off) * self.known.answer.objective_s
+        for recipe in (_KNOWN, "two-stage") if is_off and place.problem.is_quick else (_KNOWN,):
+            if all(both(place.restriction("joint").allowed, restriction(place.problem, recipe).allowed).values()):
+                yield Ways(place, recipe, 0, None, refused, self.bound_s, rank, is_beside=True, is_relaxed=True)
 
     def _is_worth_it(self, way: str, known: Found) -> bool:
         """Return true where the next way may gain more than the gap on what the ways before found."""
