@@ -405,6 +405,17 @@ def test_the_smallest_budget_would_do():
     assert plan.predicted.peak_bytes <= smallest
 
 
+@pytest.mark.parametrize("solver", ["fsdp", "two-stage", "joint"])
+def test_what_pins_say_of_recomputing_holds_for_every_solver(solver):
+    asked = {**question(blocks_program(3, 2048), "2xh100", budget_bytes=300_000), "pins": ("*=recompute",)}
+    again = [
+        op.recomputed for key, op in make_plan(**asked, solver=solver).modules.items() if "tanh" in key or "up:" in key
+    ]
+    assert again == [{"out": "all"}] * 2
+    with pytest.raises(Refusal, match="is needed"):
+        make_plan(**{**asked, "pins": ("*=keep",)}, solver=solver)
+
+
 def test_pins_hold():
     program = tiny_program("gpt2-tiny")
     plan = make_plan(**question(program, pins=("h.*.attn:sdpa=shard(b0)@cpu", "h.*.mlp.act=recompute")))

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..model.outcome import Outcome
-from ..problem.recipes import Restriction
 from .answer import Answer, Infeasible, Settings
 from .solve import Solver
 
@@ -21,7 +20,7 @@ def solve_two_stage(solver: Solver, settings: Settings) -> Answer | Infeasible:
     results = []
     for options in solver.first_stages(settings):
         allowed = {decision: frozenset([option]) for decision, option in options.items()}
-        fixed = Restriction(allowed, notes=settings.restriction.notes)
+        fixed = replace(settings.restriction, allowed=allowed)
         results.append(solver.solve(replace(settings, restriction=fixed, time_limit_s=settings.time_limit_s / 3)))
     answers = [result for result in results if isinstance(result, Answer)]
     if answers:
