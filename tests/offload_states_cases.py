@@ -116,12 +116,12 @@ def loads_its_own_state_dict(plan: str, name: str, optimizer: str) -> list[float
     return differences
 
 
-def full_disk(plan: str, name: str, room_bytes: int) -> str:
-    """What a run says whose disk is full, and what it leaves behind."""
+def full_disk(plan: str, name: str, room_bytes: int, folder: str) -> str:
+    """What a run says whose disk is full, and what it leaves behind in `folder`."""
     import resource
     import tempfile
 
-    before = set(os.listdir(tempfile.gettempdir()))
+    tempfile.tempdir = folder  # others write to the usual one
     run = Run(plan, name, "adamw")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room_bytes, limits[1]))
@@ -133,8 +133,9 @@ def full_disk(plan: str, name: str, room_bytes: int) -> str:
         said = "nothing"
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        tempfile.tempdir = None
     dist.barrier()
-    left = set(os.listdir(tempfile.gettempdir())) - before
+    left = os.listdir(folder)
     return said if not left else f"{said}; left {left}"
 
 

@@ -246,9 +246,9 @@ def test_state_dicts_are_whole_and_can_be_loaded(pool2: Pool) -> None:
         assert rank == [0.0, 0.0]
 
 
-def test_a_full_disk_is_said_so_and_nothing_is_left(pool2: Pool) -> None:
+def test_a_full_disk_is_said_so_and_nothing_is_left(pool2: Pool, tmp_path) -> None:
     plan = pinned("gpt2-tiny", "adamw").to_json()
-    for said in pool2.run(f"{CASES}:full_disk", plan=plan, name="gpt2-tiny", room_bytes=16384):
+    for said in pool2.run(f"{CASES}:full_disk", plan=plan, name="gpt2-tiny", room_bytes=16384, folder=str(tmp_path)):
         assert said.startswith("room for what the plan offloads is needed in ")
         assert said.endswith("or plan with --offload none")
 
