@@ -160,7 +160,8 @@ def test_what_is_no_imbalance_is_refused(value: str) -> None:
 EVEN = [("t.0+e", 1.0), ("t.0+e", "worst"), ("f", 1.25)]
 
 
-@pytest.mark.parametrize("cases", slow_but([], [EVEN[:2], EVEN]), ids=len)
+@pytest.mark.slow  # a plan for each split
+@pytest.mark.parametrize("cases", [EVEN[:2], EVEN], ids=len)
 def test_explain_names_the_imbalance_at_which_splits_are_even(cases: list[tuple[str, Any]]) -> None:
     model, batch = zoo.build("gpt-oss-tiny")
     found = []

@@ -81,12 +81,10 @@ def test_a_plan_that_offloads(pool2: Pool) -> None:
     _holds(pool2.run(BESIDE, plan=plan, name="masked", shapes=ROWS["masked"]), "masked")
 
 
+@pytest.mark.slow  # two ranks are tested on each change
 @pytest.mark.parametrize(
     ("name", "mesh", "seed"),
-    slow_but(
-        [],
-        [("net", [4], 5), ("net", [4], 6), ("masked", [2, 2], 5), ("gpt2-tiny", [2, 2], 5)],
-    ),
+    [("net", [4], 5), ("net", [4], 6), ("masked", [2, 2], 5), ("gpt2-tiny", [2, 2], 5)],
 )
 def test_random_plans_on_four_ranks(pool4: Pool, name: str, mesh: list[int], seed: int) -> None:
     """Five rows over four ranks leave the last without any: batch norm still counts on its share of the statistics, and a
@@ -210,10 +208,8 @@ def test_one_plan_for_several_shapes(name: str) -> None:
         tw.plan(model, batch, shapes=others, micro_batches=2, **question)
 
 
-@pytest.mark.parametrize(
-    ("name", "solver"),
-    slow_but([], [("gpt2-tiny", "fsdp"), ("resnet-tiny", "ddp"), ("gpt2-tiny", "joint")]),
-)
+@pytest.mark.slow  # plans and simulations of whole models, several batches each
+@pytest.mark.parametrize(("name", "solver"), [("gpt2-tiny", "fsdp"), ("resnet-tiny", "ddp"), ("gpt2-tiny", "joint")])
 def test_smaller_batches_peak_no_higher_than_planned(name: str, solver: str) -> None:
     with shape_cases.exact():
         model, batch, _ = shape_cases.build(name)

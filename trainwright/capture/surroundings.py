@@ -102,7 +102,7 @@ def _own_files() -> list[str]:
     """Return the user's files of code that are loaded, sorted."""
     found = set()
     for name, module in list(sys.modules.items()):
-        if module is not None and _of_packages.get(name) is module:
+        if _of_packages.get(name) is module:
             continue
         path = getattr(module, "__file__", None)
         if not isinstance(path, str):
