@@ -56,7 +56,7 @@ def test_what_does_not_fit_is_answered_no(plan_path: Path, capsys: pytest.Captur
 
 
 def test_the_recipes_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
-    question = ["plan", *MODEL, "--hardware", "cpu:2", "--compare"]
+    question = ["plan", *MODEL, "--hardware", "cpu:2", "--compare", "--time-limit", "2"]
     assert main([*question, "--json", "-"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert set(found["plans"]) == {"ddp", "fsdp", "megatron", "two-stage", "joint"}

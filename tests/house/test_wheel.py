@@ -101,6 +101,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installe
     return Installed(folder)
 
 
+@pytest.mark.slow  # that the package is asked for by name is tested in process
 def test_the_zoo_is_listed_without_transformers(installed: Installed, tmp_path: Path) -> None:
     done = installed.run("zoo", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -118,6 +119,7 @@ def test_what_is_missing_is_said_at_once(installed: Installed, tmp_path: Path, a
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow  # that all examples are in it is tested above
 def test_an_example_of_the_wheel_is_copied_and_runs(installed: Installed, tmp_path: Path) -> None:
     listed = installed.run("examples", cwd=tmp_path).stdout
     assert all(name in listed for name in ("own_model", "slurm", "solvers/minimax"))

@@ -85,6 +85,7 @@ def test_one_template_serves_until_a_variable_changes_that_is_read_at_loading(
     assert not first.is_alive, "the one that nobody needs has ended"
 
 
+@pytest.mark.slow  # two interpreters are started
 def test_without_a_template_ranks_are_fresh_interpreters(own: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template, "_template", None)
     monkeypatch.setattr(template, "_START", "raise SystemExit(3)")

@@ -49,6 +49,7 @@ def test_steps_stay_small_where_it_alternates() -> None:
     assert step_lengths(alternating(), 2000, rectify=False)[-1] == pytest.approx(0.05556, rel=1e-3)
 
 
+@pytest.mark.slow  # 24,000 steps; the other forms of the second moment are tested by a few
 def test_eps_builds_up_in_the_second_moment() -> None:
     limit = 1 / math.sqrt(1e-8 / (1 - 0.999))
     assert limit == pytest.approx(316.23, rel=1e-5)

@@ -133,6 +133,7 @@ def test_drops_are_recorded_step_by_step(pool2: Pool) -> None:
             assert found["dropped"] == ([None] * 3 if share is None else pytest.approx([share] * 3, abs=0.03))
 
 
+@pytest.mark.slow  # other edits that no rank can follow are refused in test_plan_edits.py
 def test_two_axes_that_exchange_are_refused() -> None:
     plan = tw.plan(*zoo.build("gpt-oss-tiny"), hardware="cpu:4", mesh="2x2", solver="ddp")
     data = json.loads(plan.to_json())

@@ -27,7 +27,28 @@ from trainwright.program.program import build_program
 MAX_PLANS, MAX_PLANS_MORE = 1000, 4000
 NUM_CASES, NUM_CASES_BRANCHED, NUM_CASES_SHORT = 120, 16, 8
 STATE_SEEDS = (1, 7, 8)
-TIED_SEEDS = (3, 10)
+TIED_SEEDS = (
+    3,
+    10,
+    4006,
+    4007,
+    4032,
+    4036,
+    4042,
+    4064,
+    4069,
+    4082,
+    4092,
+    4104,
+    4105,
+    4111,
+    4116,
+    4121,
+    4123,
+    4128,
+    4131,
+    4145,
+)
 
 
 class Mixed(nn.Module):
@@ -245,19 +266,13 @@ def test_the_best_of_all_plans_that_may_offload_states_is_found_short():
 
 
 @pytest.mark.slow
-def test_the_best_of_all_plans_with_a_tied_parameter_is_found_short():
-    assert all(compare_with_all(seed, tied=True) > 0 for seed in TIED_SEEDS)
-
-
-@pytest.mark.slow
 def test_the_best_of_all_plans_with_experts_is_found():
     assert sum(compare_with_all(seed, mixture=True) > 0 for seed in range(5000, 5012)) >= 6
 
 
 @pytest.mark.slow
 def test_the_best_of_all_plans_with_a_tied_parameter_is_found():
-    compared = [compare_with_all(seed, tied=True) for seed in range(4000, 4000 + NUM_CASES + 30)]
-    assert sum(num > 0 for num in compared) >= 15
+    assert all(compare_with_all(seed, tied=True) > 0 for seed in TIED_SEEDS)
 
 
 @pytest.mark.slow

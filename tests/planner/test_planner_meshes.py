@@ -97,6 +97,7 @@ def test_wherever_memory_binds_fsdp_is_searched_by_itself(searched, monkeypatch,
     assert not any(space.is_beside for space, _ in searched)
 
 
+@pytest.mark.slow  # test_planner_together.py asks it of deadlines without a search
 def test_no_mesh_takes_more_than_half_of_the_time_that_is_left(searched):
     limit_s = 240.0
     make_plan(
@@ -144,6 +145,7 @@ def test_changes_of_layout_on_three_axes_are_plain():
     assert answer.objective_s <= one_axis.objective_s * 1.02, "data parallelism is there on any mesh"
 
 
+@pytest.mark.slow  # test_random_plans.py has plans on three axes
 def test_gradients_on_three_axes_are_those_of_one_process():
     torch.manual_seed(0)
     model, batch = Blocks(2).double(), (torch.randn(64, 6, dtype=torch.float64),)

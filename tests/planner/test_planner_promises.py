@@ -50,7 +50,7 @@ def refusal_of(name: str, budget_bytes: int, solver: str = "joint", **more) -> s
 # The budget that would do
 
 
-ASKED = [("gnn", 0.3), ("unet", 0.3), *((name, share) for name in BUILDS for share in (0.05, 0.15))]
+ASKED = [("gnn", 0.3), ("unet", 0.3), *((name, share) for name in BUILDS for share in (0.15,))]
 
 
 @pytest.mark.parametrize(("name", "share"), slow_but([("blocks", 0.3)], [("blocks", 0.3), *ASKED]))
@@ -103,7 +103,8 @@ def test_a_smaller_batch_is_suggested_where_it_is_clear_what_the_batch_is() -> N
     assert "or a batch of" not in refusal_of("gnn", int(0.3 * peak_of("gnn", "fsdp")))
 
 
-@pytest.mark.parametrize("parts", slow_but([4], [3, 4]))
+@pytest.mark.slow  # the test above asks for a suggestion
+@pytest.mark.parametrize("parts", [3, 4])
 def test_a_batch_that_is_suggested_is_smaller(parts: int) -> None:
     peak = make_plan(**question(program_of("gpt2-tiny"), budget_bytes=900_000_000)).predicted.peak_bytes
     for given, size in re.findall(r"batch of about (\d+) instead of (\d+)", _answer_or_refusal(peak // parts)):
@@ -174,7 +175,7 @@ def test_a_step_is_no_slower_with_more_memory() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2-tiny", "llama-tiny"])
+@pytest.mark.parametrize("name", ["gpt2-tiny"])
 def test_at_the_smallest_budget_the_answer_is_proven_and_not_what_holds_least(name: str) -> None:
     """The rows count too much there and reject every plan; the search goes on from the one that holds least."""
     (place,) = task(tiny_program(name), "cpu:4", mesh=(4,), time_limit_s=120.0).places
@@ -210,9 +211,8 @@ def test_no_recipe_is_faster_than_what_is_proven(name: str, budget_bytes: int) -
     _check_proof(place, ("fsdp",))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("share", [1.0, 1.02, 1.1, 1.35])
-@pytest.mark.parametrize("name", ["gpt2-tiny", "bert-tiny", "llama-tiny"])
+@pytest.mark.slow  # the planner's grid in benchmarks/ asks it of each of these models at six budgets on three clusters
+@pytest.mark.parametrize(("name", "share"), [("llama-tiny", 1.0), ("gpt2-tiny", 1.02), ("bert-tiny", 1.35)])
 def test_no_recipe_of_a_deep_model_is_faster_than_what_is_proven(name: str, share: float) -> None:
     """Ways to travel hold different plans, and so do row budgets: what is proven of one binds no other."""
     depth = {"gpt2-tiny": "n_layer"}.get(name, "num_hidden_layers")

@@ -39,32 +39,35 @@ from trainwright.planner.search.two_stage import solve_two_stage
 from trainwright.planner.ways import Ways
 from trainwright.program.program import build_program
 
+NUM_DEEP = 3
+"""Layers of the deep model: groups stand for all of them, so that more add to simulations alone."""
+
 
 @pytest.fixture
 def place():
     """A model of many layers under a budget that binds."""
-    low, high = peaks()
-    (found,) = task(deep_program(), "2xh100", budget_bytes=int(low + 0.4 * (high - low))).places
+    low, high = peaks(NUM_DEEP)
+    (found,) = task(deep_program(NUM_DEEP), "2xh100", budget_bytes=int(low + 0.4 * (high - low))).places
     return found
 
 
 @functools.cache
 def answered(recipe: str = "fsdp"):
     """Such a place, and an answer, which a recipe finds in seconds; for tests that change neither."""
-    low, high = peaks()
-    (found,) = task(deep_program(), "2xh100", budget_bytes=int(low + 0.4 * (high - low))).places
+    low, high = peaks(NUM_DEEP)
+    (found,) = task(deep_program(NUM_DEEP), "2xh100", budget_bytes=int(low + 0.4 * (high - low))).places
     return found, solve_on(found, recipe)
 
 
 @pytest.mark.slow
 def test_what_the_relaxation_mixes_is_searched_and_loses_nothing(monkeypatch):
     """Both searches go on to a proof of 0.1 %: the half per cent that does after two seconds says nothing of the look."""
-    (free,) = task(deep_program(), "2x2xh100").places
+    (free,) = task(deep_program(NUM_DEEP), "2x2xh100").places
     budget = solve_on(free, "joint").simulation.peak_bytes // 2
     patience = Patience(math.inf, stages.GAP)
 
     def found(**fields):
-        (place,) = task(deep_program(), "2x2xh100", budget_bytes=budget).places
+        (place,) = task(deep_program(NUM_DEEP), "2x2xh100", budget_bytes=budget).places
         place.solver.effort = replace(
             place.solver.effort, patience=patience, patience_in_buckets=patience, patience_within=None, **fields
         )
@@ -413,10 +416,10 @@ def test_a_search_that_fell_below_what_is_fast_enough_goes_up_again(place, monke
 @pytest.mark.parametrize("share", slow_but([0.9], [0.9, 1.3]))
 def test_the_smallest_plan_is_the_same_for_every_budget(share):
     """So that asking again, with the budget that a refusal names, finds it again."""
-    (free,) = task(deep_program(), "2xh100").places
+    (free,) = task(deep_program(NUM_DEEP), "2xh100").places
     free.solver.effort = replace(free.solver.effort, few_columns=0)
     least = free.solver.least(free.settings("joint"))
-    (place,) = task(deep_program(), "2xh100").places
+    (place,) = task(deep_program(NUM_DEEP), "2xh100").places
     place.solver.effort = free.solver.effort
     place.task.budget_bytes = int(share * least.answer.simulation.peak_bytes)
     settings = place.settings("joint")
@@ -495,7 +498,7 @@ def test_a_later_way_begins_with_the_row_budget_that_fitted(place, monkeypatch) 
 
 def test_what_is_fastest_without_memory_is_found_once_for_all_ways(monkeypatch) -> None:
     """Each way asks with a restriction of its own that says the same; one that was stopped is asked again."""
-    (place,) = task(deep_program(), "2xh100").places
+    (place,) = task(deep_program(NUM_DEEP), "2xh100").places
     outcomes: list[Outcome] = []
     given = [Outcome.STOPPED]
 

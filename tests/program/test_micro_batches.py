@@ -37,12 +37,15 @@ def loaded(spec: str) -> Any:
 def planned(
     spec: str, num: int | str, share: float | None = None, mesh: tuple[int, ...] = (2,), **more: Any
 ) -> tw.Plan:
-    """A plan; `share` is its budget as a share of what one micro-batch without recomputation takes."""
+    """A plan; `share` is its budget as a share of what one micro-batch without recomputation takes.
+
+    It is asked whether plans run as they say, not how good they are: a few seconds of search find one.
+    """
     found = loaded(spec)
     num_ranks = torch.Size(mesh).numel()
     memory = None if share is None else int(share * planned(spec, 1, None, mesh).predicted.peak_bytes)
     return tw.plan(found.model, found.batch, loss_fn=found.loss_fn, hardware=f"cpu:{num_ranks}", mesh=mesh, memory=memory,
-                   micro_batches=num, **more)  # fmt: skip
+                   micro_batches=num, **{"time_limit_s": 6.0, **more})  # fmt: skip
 
 
 def verified(pool: Pool, spec: str, plan: tw.Plan) -> tw.Report:
@@ -207,8 +210,7 @@ def test_from_the_command_line(tmp_path: Any, capsys: pytest.CaptureFixture[str]
 @pytest.mark.slow
 def test_a_frontier_is_better_with_more_to_choose_from(pool2: Pool) -> None:
     found = loaded("zoo:gpt2-tiny")
-    # the time is ample: on a loaded machine a search that the clock ends has looked at one micro-batch alone
-    asked = {"hardware": "cpu:2", "num_points": 2, "time_limit_s": 150.0}
+    asked = {"hardware": "cpu:2", "num_points": 2, "time_limit_s": 40.0}
     points, one = (tw.frontier(found.model, found.batch, micro_batches=num, **asked) for num in ("auto", 1))
     assert {point.micro_batches for point in points} > {1}
     assert points[0].predicted.peak_bytes < one[0].predicted.peak_bytes

@@ -53,7 +53,7 @@ def net() -> Plan:
 @pytest.mark.parametrize(
     ("name", "solver", "captured"),
     [
-        ("net", "ddp", 3),
+        pytest.param("net", "ddp", 3, marks=pytest.mark.slow),  # the tests below do with one plan
         pytest.param("net", "fsdp", 3, marks=pytest.mark.slow),
         pytest.param("gpt2-tiny", "megatron", 5, marks=pytest.mark.slow),
     ],

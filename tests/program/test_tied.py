@@ -49,7 +49,7 @@ def test_each_further_reader_sends_the_parameter_once_more(model: str) -> None:
     assert each.comm_s > one.comm_s
 
 
-@pytest.mark.parametrize("shared", [("R",), ()], ids=["one copy", "a copy each"])
+@pytest.mark.parametrize("shared", [("R",), pytest.param((), marks=pytest.mark.slow)], ids=["one copy", "a copy each"])
 @pytest.mark.parametrize("overlap", [pytest.param(OVERLAPS[0], marks=pytest.mark.slow), OVERLAPS[1]])
 @pytest.mark.parametrize("model", ["gpt2-tiny", pytest.param("t5-tiny", marks=pytest.mark.slow)])
 def test_it_computes_and_holds_what_was_promised(

@@ -102,6 +102,7 @@ def test_every_split_of_a_map_on_two_ranks_is_unbiased(pool2: Pool, loop: str) -
     assert report["passed"], report
 
 
+@pytest.mark.slow  # it tests the check of the tests below
 def test_a_biased_estimate_is_found(pool2: Pool) -> None:
     report = pool2.run("tests.sampled_cases:without_weights")[0]
     assert not report["passed"]

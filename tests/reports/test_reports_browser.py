@@ -133,6 +133,7 @@ def test_hovering_names_the_op_and_its_module(opened_once) -> None:
     assert opened.problems == []
 
 
+@pytest.mark.slow  # the legend is plotly's own
 def test_a_click_in_the_legend_hides_a_category(browser, pages) -> None:
     with Opened(browser, pages["profile"]) as opened:
         place = opened.page.locator(".chart").first
@@ -155,6 +156,7 @@ def test_the_buttons_change_what_the_treemap_shows(opened_once) -> None:
     assert opened.problems == []
 
 
+@pytest.mark.slow  # one of the charts that every page draws
 def test_treemap_and_icicle_are_two_forms_of_one_chart(opened_once) -> None:
     opened = opened_once("asked")
     opened.page.get_by_role("button", name="time", exact=True).click()

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from tests.grids import slow_but
 from trainwright.runtime import host_memory
 
 STEPS = """
@@ -65,7 +66,7 @@ def test_a_planned_module_does_not_ask_for_its_memory_again() -> None:
     assert kept < 0.02 * asked
 
 
-@pytest.mark.parametrize("setting", [{"MALLOC_TRIM_THRESHOLD_": "131072"}, TRIMMING])
+@pytest.mark.parametrize("setting", slow_but([TRIMMING], [{"MALLOC_TRIM_THRESHOLD_": "131072"}, TRIMMING]))
 def test_what_the_user_has_set_stays(setting: dict[str, str]) -> None:
     faults, made = with_trimming() if setting == TRIMMING else faults_and_answer("alone", **setting)
     assert not made

@@ -251,6 +251,7 @@ def fixed_and_best(num_rounds: int, seed: int = 0) -> tuple[Array, float]:
     return iterations()[rows].mean(0), float(iterations()[rows].min(1).mean())
 
 
+@pytest.mark.slow  # test_solver_steps_linear.py holds each of its steps against a plain loop
 def test_tsallis_inf_finds_the_best_fixed_value() -> None:
     fixed, _ = fixed_and_best(2000)
     costs = play(TsallisINF(seed=0), 2000)

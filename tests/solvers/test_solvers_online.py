@@ -211,6 +211,7 @@ def test_in_noise_the_regret_grows_with_the_root(make: Make) -> None:
     assert long < proven_bound(2000, noise=0.5)
 
 
+@pytest.mark.slow  # 20,000 steps; the tests above play fewer
 def test_against_drift_optimism_wins() -> None:
     plain = regret(ogd, 2000, noise=0.0, num_flips=20)
     assert plain < 0
@@ -218,6 +219,7 @@ def test_against_drift_optimism_wins() -> None:
         assert regret(make, 2000, noise=0.0, num_flips=20) < 1.25 * plain
 
 
+@pytest.mark.slow  # 10,000 steps
 def test_strong_convexity_gives_logarithmic_regret() -> None:
     for kind in (OptimisticOMD, OptimisticFTL):
         make: Make = lambda _: kind(BALL, strong_convexity=0.5, batch_shape=(NUM_SEEDS,))  # noqa: E731, B023

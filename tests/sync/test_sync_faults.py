@@ -202,6 +202,7 @@ def by_place(workers: list[Worker]) -> list[Worker]:
     return sorted(workers, key=lambda worker: int(worker.lines("joined")[0][1]))
 
 
+@pytest.mark.slow  # the test above kills a worker of another method
 def test_gradient_coding_goes_on_without_a_worker_and_gives_its_place_to_the_next(
     server: Server, address: str, one_thread: None
 ) -> None:
