@@ -104,6 +104,17 @@ def test_transforms_leave_marks_in_a_graph():
     assert not private.is_of_a_transform(aten.sin.default)
 
 
+def test_transforms_that_take_gradients_are_noted_as_they_begin():
+    noted = []
+    with private.watching_transforms(lambda: noted.append("begun")):
+        torch.func.grad(torch.sin)(torch.ones(()))
+        torch.func.jvp(torch.sin, (torch.ones(()),), (torch.ones(()),))
+        torch.vmap(torch.sin)(torch.ones(2))  # leaves marks
+    assert len(noted) == 2, RELEASE
+    torch.func.grad(torch.sin)(torch.ones(()))
+    assert len(noted) == 2, RELEASE
+
+
 def test_ops_say_what_they_write_view_and_draw():
     add, add_ = aten.add.Tensor, aten.add_.Tensor
     assert [private.is_mutating(op) for op in (add_, add)] == [True, False], RELEASE
@@ -218,6 +229,14 @@ def test_a_backward_can_be_run_under_a_mode():
     assert "exp" in seen.names, RELEASE
     assert "backward" not in seen.names, RELEASE
     assert torch.equal(x.grad, (torch.e * torch.ones(3)).cos() * torch.ones(3).exp()), RELEASE
+
+
+def test_a_node_of_a_backward_knows_the_shapes_and_types_of_its_results():
+    x = torch.ones(3, 4, requires_grad=True)
+    variance, mean = torch.var_mean(x, 1)
+    assert private.results_of(variance.grad_fn) == [((3,), torch.float32)] * 2, RELEASE
+    assert private.results_of(mean.half().grad_fn) == [((3,), torch.float16)], RELEASE
+    assert private.results_of(torch.autograd.graph.get_gradient_edge(x).node) == [((3, 4), torch.float32)], RELEASE
 
 
 def test_a_group_of_imagined_processes_has_its_size_and_is_gone_afterwards():

@@ -32,6 +32,7 @@ from ..ops import Call, Signature, TensorSpec
 from ..ops.signature import SignatureBuilder
 from ..torch_internals import private
 from .apart import apart
+from .nodewise import gradients
 from .rule_cache import RuleCache
 
 SUM = -1
@@ -297,7 +298,7 @@ class _Trial:
 
 
 def _gradients(outs: Sequence[Tensor], inputs: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
-    found = torch.autograd.grad(outs, inputs, given, allow_unused=True)
+    found = gradients(outs, inputs, given)
     return [torch.zeros_like(value) if gradient is None else gradient for value, gradient in zip(inputs, found)]
 
 

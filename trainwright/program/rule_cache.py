@@ -11,7 +11,7 @@ import torch
 
 from ..artifacts.cache_directory import cache_folder
 
-FORMAT = 1
+FORMAT = 2
 """The version of the files and of the search for loops; older files are ignored."""
 
 

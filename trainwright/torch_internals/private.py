@@ -76,9 +76,11 @@ __all__ = [
     "namespace",
     "overload_of",
     "packet",
+    "results_of",
     "returned_argument",
     "storage_of",
     "unflatten",
+    "watching_transforms",
     "with_marks",
     "with_plain_random_ops",
     "without_compiling",
@@ -184,6 +186,32 @@ def is_within_a_transform(filename: str) -> bool:
     """Tell whether a source file runs the transforms of torch.func."""
     place = Path(filename)
     return place.parent.name == "_functorch" and place.stem in ("apis", "eager_transforms", "vmap")
+
+
+@contextmanager
+def watching_transforms(note: Callable[[], None]) -> Iterator[None]:
+    """Call `note` where a transform of torch.func that takes gradients begins (grad, vjp, jvp).
+
+    Before torch 2.13 these leave no mark in a graph, and the export fails later, over the tensors that they gave.
+    """
+    from torch._functorch import eager_transforms
+
+    theirs = {name: getattr(eager_transforms, name) for name in ("grad_increment_nesting", "jvp_increment_nesting")}
+
+    def noted(begin: Callable[[], Any]) -> Callable[[], Any]:
+        def begun() -> Any:
+            note()
+            return begin()
+
+        return begun
+
+    for name, begin in theirs.items():
+        setattr(eager_transforms, name, noted(begin))
+    try:
+        yield
+    finally:
+        for name, begin in theirs.items():
+            setattr(eager_transforms, name, begin)
 
 
 @contextmanager
@@ -360,6 +388,11 @@ def run_backward(
     engine.run_backward(
         (tensor,), (gradient,), retain_graph, create_graph, inputs, allow_unreachable=True, accumulate_grad=True
     )
+
+
+def results_of(node: Any) -> list[tuple[torch.Size, torch.dtype]]:
+    """Return shape and type of each result of a node of autograd's graph, as its engine checks gradients against them."""
+    return [(torch.Size(each.shape), each.dtype) for each in node._input_metadata]
 
 
 @contextmanager
