@@ -58,15 +58,17 @@ def explained(model: nn.Module, batch: Any) -> Iterator[None]:
 
 @contextmanager
 def transforms_refused() -> Iterator[None]:
-    """Say of a forward that fails within a transform of torch.func that it is that which a graph cannot hold."""
+    """Say of a forward that fails within a transform of torch.func, or after one, that it is that which a graph cannot hold."""
+    lines: list[str] = []
     try:
-        yield
+        with private.watching_transforms(lambda: lines.extend(_places(traceback.extract_stack())[-1:])):
+            yield
     except UserError:
         raise
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        if any(private.is_within_a_transform(frame.filename) for frame in frames):
-            raise _transform(user_line(error) or "the forward") from None
+        if lines or any(private.is_within_a_transform(frame.filename) for frame in frames):
+            raise _transform(user_line(error) or next(iter(lines), "the forward")) from None
         raise
 
 
@@ -152,7 +154,7 @@ def explain(error: Exception, model: nn.Module, batch: Any) -> str:
             f"a forward whose shapes and branches do not depend on the data's values is needed; {where} asks for a value; "
             + _without_values(_asking_line(error))
         )
-    if "on the same device" in text and "meta" in text:
+    if ("on the same device" in text or "two different devices" in text) and "meta" in text:
         return (
             f"a model whose tensors are parameters, buffers, or in the batch is needed; {where} uses another one, made where "
             "the model was; register it as a buffer, take it from the batch, or build the model on the CPU"
@@ -215,20 +217,22 @@ def _entry(leaf: Any) -> str:
 
 def user_line(error: BaseException) -> str | None:
     """Return `file:line (code)` of the innermost frame that is neither torch's, Python's nor ours."""
-    places = _places(error)
+    places = _places(traceback.extract_tb(error.__traceback__))
     own = [place for place in places if not package_of(place)]
     return next(reversed(own or places), None) or _line_in_text(str(error))
 
 
 def _asking_line(error: BaseException) -> str:
     """Return the innermost line that is neither torch's, Python's nor ours, whoever wrote it; empty where there is none."""
-    return next(reversed(_places(error)), None) or _line_in_text(str(error)) or ""
+    places = _places(traceback.extract_tb(error.__traceback__))
+    return next(reversed(places), None) or _line_in_text(str(error)) or ""
 
 
-def _places(error: BaseException) -> list[str]:
+def _places(frames: traceback.StackSummary) -> list[str]:
+    """Return `file:line (code)` of the frames that are neither torch's, Python's nor ours."""
     return [
         _place(frame)
-        for frame in traceback.extract_tb(error.__traceback__)
+        for frame in frames
         if not frame.filename.startswith((TORCH_ROOT, OUR_ROOT, STANDARD_LIBRARY + "/copy"))
         and frame.filename[:1] != "<"
         and (not frame.filename.startswith(STANDARD_LIBRARY) or package_of(frame.filename))
