@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from .attention_rows import Swap, causal_rows
 from .local import LocalContext
 from .registry import rule
@@ -12,6 +14,8 @@ from .signature import Call, Dims, Signature, SignatureBuilder
 
 
 def _localize(ctx: LocalContext, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not ctx.in_shape(0)[-3]:
+        return _without_heads, args[:3], {}
     is_causal = args[5] if len(args) > 5 else kwargs.get("is_causal", False)
     if not is_causal or not ctx.split("q"):
         return target, args, kwargs
@@ -20,6 +24,14 @@ def _localize(ctx: LocalContext, target: Any, args: tuple[Any, ...], kwargs: dic
     mirrors = ctx.mirrors_of("q")
     swap = Swap(tuple(mirror.group for mirror in mirrors), (ctx.range_of("q"), *(mirror.range for mirror in mirrors)))
     return partial(causal_rows, swap=swap), (query, key, value), kwargs
+
+
+def _without_heads(query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0) -> Tensor:
+    """Return the result of a rank that has no head, so that nothing of it is dropped.
+
+    The kernel for CPUs of torch 2.11 divides by the number of heads.
+    """
+    return query @ key.transpose(-2, -1) @ value
 
 
 @rule("scaled_dot_product_attention", localize=_localize)
