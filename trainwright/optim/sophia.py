@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from ..artifacts import UserError
 from ..numerics.hvp import real_view
@@ -200,7 +201,8 @@ class SophiaG(_Sophia):
 def sampled_cross_entropy(logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Return the mean cross-entropy of `logits` [..., classes] against labels drawn from their own softmax.
 
-    Positions that the loss ignores (padding) must be left out of `logits`. The generator lives on their device.
+    Positions that the loss ignores (padding) must be left out of `logits`. The generator lives on their device; of logits that are
+    a `DTensor`, it has to be at the same state on all ranks.
 
     >>> logits = torch.tensor([[0.0, 50.0], [50.0, 0.0]], requires_grad=True)
     >>> sampled_cross_entropy(logits, torch.Generator().manual_seed(0)).item()
@@ -208,7 +210,12 @@ def sampled_cross_entropy(logits: Tensor, generator: torch.Generator | None = No
     """
     flat = logits.reshape(-1, logits.shape[-1])
     with torch.no_grad():
-        labels = torch.multinomial(flat.float().softmax(-1), 1, generator=generator)[:, 0]
+        shares = flat.float().softmax(-1)
+        whole = shares.full_tensor() if isinstance(shares, DTensor) else shares  # torch 2.11 cannot draw from a DTensor
+        labels: Tensor = torch.multinomial(whole, 1, generator=generator)[:, 0]
+        if isinstance(shares, DTensor):
+            mesh = shares.device_mesh
+            labels = DTensor.from_local(labels, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return torch.nn.functional.cross_entropy(flat, labels)
 
 

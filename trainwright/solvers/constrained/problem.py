@@ -100,7 +100,7 @@ def _called(function: Callable[[Tensor], Any], x: Tensor) -> Any:
     try:
         return function(x)
     except RuntimeError as error:
-        if "dtype" not in str(error):
+        if "dtype" not in str(error) and "scalar type" not in str(error):
             raise
         raise UserError(
             f"functions of a float64 x are needed, whatever x0 is; got: {error}; convert their constants with .double()"
