@@ -579,6 +579,24 @@ def build_coloured() -> tuple[nn.Module, Any]:
     return Coloured(), {"x": torch.randn(4, 3, 6, 6)}
 
 
+class Biased(nn.Module):
+    """Attention of two heads, with a learned bias for each and one for both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.of_each, self.of_both = nn.Parameter(torch.randn(2, 8, 8)), nn.Parameter(torch.randn(1, 8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.inner(x).unflatten(-1, (2, 8)).transpose(1, 2)
+        found = F.scaled_dot_product_attention(heads, heads, heads, self.of_each + self.of_both)
+        return self.outer(found.transpose(1, 2).flatten(2)).square().mean()
+
+
+def build_biased() -> tuple[nn.Module, Any]:
+    return Biased(), {"x": torch.randn(4, 8, 16)}
+
+
 class Informed(nn.Module):
     """Takes gradients in its forward: the residual of Burgers' equation, and the penalty of a critic's slope."""
 

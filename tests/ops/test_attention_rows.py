@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.planner_ranks import ThreadCommunicator, _Board
+from trainwright.ops.attention import _localize
 from trainwright.ops.attention_rows import Swap, causal_rows
 from trainwright.ops.kernels import skips_half
 from trainwright.profiler.saved import CallCounter
@@ -153,3 +154,22 @@ def test_meshes_are_walked_in_order() -> None:
     """Ranks in order of their places have consecutive rows."""
     starts = [slot_range(12, zip((2, 3), coords))[0] for coords in itertools.product(range(2), range(3))]
     assert starts == [0, 2, 4, 6, 8, 10]
+
+
+class NoHead:
+    """A rank to which none of two heads falls."""
+
+    def in_shape(self, index: int) -> tuple[int, ...]:
+        return (3, 0, 5, 4)
+
+
+@pytest.mark.parametrize("heads_of_mask", [0, 1])
+def test_a_rank_without_a_head_meets_the_others_in_every_backward(heads_of_mask: int) -> None:
+    """Whatever is differentiated has a gradient, if of zeros: the exchange behind it has to run on all ranks."""
+    query, key, value = (torch.randn(3, 0, 5, 4, requires_grad=True) for _ in range(3))
+    mask = torch.randn(heads_of_mask, 5, 5, requires_grad=True)
+    local, args, kwargs = _localize(NoHead(), None, (query, key, value, mask, 0.0, False), {})  # type: ignore[arg-type]
+    found = local(*args, **kwargs, dropout_p=0.1)
+    assert found.shape == (3, 0, 5, 4)
+    found.sum().backward()
+    assert all(each.grad is not None and not each.grad.any() for each in (query, key, value, mask))

@@ -16,7 +16,7 @@ from trainwright.training import optimizer_of
 @pytest.mark.parametrize(
     ("name", "num_devices"),
     slow_but(
-        [*((name, 2) for name in ("adamw", "clippedadafactor"))],
+        [("adamw", 2), ("clippedadafactor", 2)],
         [(name, num) for name in optim.names() for num in (1, 2)],
     ),
 )

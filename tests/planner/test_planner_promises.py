@@ -50,7 +50,7 @@ def refusal_of(name: str, budget_bytes: int, solver: str = "joint", **more) -> s
 # The budget that would do
 
 
-ASKED = [("gnn", 0.3), ("unet", 0.3), *((name, share) for name in BUILDS for share in (0.15,))]
+ASKED = [("gnn", 0.3), ("unet", 0.3), *((name, 0.15) for name in BUILDS)]
 
 
 @pytest.mark.parametrize(("name", "share"), slow_but([("blocks", 0.3)], [("blocks", 0.3), *ASKED]))
@@ -175,10 +175,9 @@ def test_a_step_is_no_slower_with_more_memory() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2-tiny"])
-def test_at_the_smallest_budget_the_answer_is_proven_and_not_what_holds_least(name: str) -> None:
+def test_at_the_smallest_budget_the_answer_is_proven_and_not_what_holds_least() -> None:
     """The rows count too much there and reject every plan; the search goes on from the one that holds least."""
-    (place,) = task(tiny_program(name), "cpu:4", mesh=(4,), time_limit_s=120.0).places
+    (place,) = task(tiny_program("gpt2-tiny"), "cpu:4", mesh=(4,), time_limit_s=120.0).places
     smallest = place.solver.smallest(place.settings("joint"))
     assert smallest is not None
     place.task.budget_bytes = budget_for(smallest.simulation.peak_bytes, place.task.divisor)

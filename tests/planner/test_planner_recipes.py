@@ -169,7 +169,7 @@ def test_optimus_holds_a_quarter_of_every_activation():
     assert all(min(answer.decisions.params[tensor]) >= 0 for tensor in large)
 
 
-@pytest.mark.slow  # plans drawn at random on two axes split alike
+@pytest.mark.slow  # four ranks; what it splits and sends is tested above
 def test_optimus_computes_what_one_process_does(pool4):
     place, answer = optimus_of("llama-tiny")
     plan = plan_of(place.problem.program, answer.decisions)

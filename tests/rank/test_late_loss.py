@@ -37,7 +37,7 @@ def test_with_gathered_parameters(pool2: Pool) -> None:
         assert_same(found)
 
 
-@pytest.mark.slow  # the tests of micro-batches read their losses
+@pytest.mark.slow  # a plan of its own on two ranks
 def test_where_micro_batches_make_the_loss_it_is_waited_for(pool2: Pool) -> None:
     for found in pool2.run(CASES + "compared", model="gpt2-tiny", question={**DATA_PARALLEL, "micro_batches": 2}):
         assert found["same gradients"]

@@ -65,6 +65,13 @@ def test_what_is_recomputed_is_read_as_it_was_saved(pool2: Pool, seed: int) -> N
     assert report["passed"], report
 
 
+@pytest.mark.parametrize("seed", [27, 40])
+def test_a_rank_without_a_head_meets_the_others_for_the_bias_of_all(pool4: Pool, seed: int) -> None:
+    """Two heads on four ranks: those without one have no part in attention, and in the sums of the gradients behind it."""
+    report = pool4.run(CASES + "random_plan", name="build_biased", mesh=[2, 2], seed=seed)[0]
+    assert report["passed"], report
+
+
 @pytest.mark.parametrize("seed", [0, 4])
 def test_a_rank_without_input_channels_has_a_share_of_zeros(pool4: Pool, seed: int) -> None:
     """Three channels on four ranks; the biases' gradients are whole on each of them all the same."""

@@ -15,7 +15,7 @@ from .signature import Call, Dims, Signature, SignatureBuilder
 
 def _localize(ctx: LocalContext, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not ctx.in_shape(0)[-3]:
-        return _without_heads, args[:3], {}
+        return _without_heads, args[:4], {}
     is_causal = args[5] if len(args) > 5 else kwargs.get("is_causal", False)
     if not is_causal or not ctx.split("q"):
         return target, args, kwargs
@@ -26,12 +26,18 @@ def _localize(ctx: LocalContext, target: Any, args: tuple[Any, ...], kwargs: dic
     return partial(causal_rows, swap=swap), (query, key, value), kwargs
 
 
-def _without_heads(query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0) -> Tensor:
+def _without_heads(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, dropout_p: float = 0.0
+) -> Tensor:
     """Return the result of a rank that has no head, so that nothing of it is dropped.
 
-    The kernel for CPUs of torch 2.11 divides by the number of heads.
+    The kernel for CPUs of torch 2.11 divides by the number of heads. A mask that is added takes part: the rank has to meet the
+    others in the backward of a mask that is learned.
     """
-    return query @ key.transpose(-2, -1) @ value
+    weights = query @ key.transpose(-2, -1)
+    if mask is not None and mask.is_floating_point():
+        weights = weights + mask
+    return weights @ value
 
 
 @rule("scaled_dot_product_attention", localize=_localize)
