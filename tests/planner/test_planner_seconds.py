@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 import trainwright as tw
+from tests.builders import price_of, task, tiny_program
 from trainwright import optim
 from trainwright.artifacts import Overheads
 from trainwright.hardware import resolve
+from trainwright.planner.best_first import solve_on
 from trainwright.planner.costs.costs import cost_model
 from trainwright.planner.problem.build import build_problem
 from trainwright.profiler.saved import record
@@ -44,6 +46,24 @@ def test_on_a_cpu_a_plan_counts_the_hosts_seconds_for_each_call_that_runs(name: 
     assert predicted_s(Overheads(forward_s=1.0)) - plain_s == pytest.approx(forward.num, rel=0.1)
     # autograd adds up gradients and detaches them, which is no op's own
     assert 0.75 * backward.num < predicted_s(Overheads(backward_s=1.0)) - plain_s <= backward.num
+
+
+@pytest.mark.parametrize("solver", ["fsdp", "joint"])
+def test_calls_that_no_decision_changes_are_in_objective_and_price(solver: str) -> None:
+    cluster = on_host("cpu:2", Overheads(forward_s=1e-3))
+    (place,) = task(tiny_program("gpt2-tiny"), cluster=cluster).places
+    answer, costs = solve_on(place, solver), place.problem.costs
+    assert answer.objective_s == pytest.approx(price_of(place, answer.decisions), rel=1e-6)
+    assert costs.fixed_s == pytest.approx(1e-3 * costs.num_fixed_calls)
+    assert costs.num_fixed_calls > len(place.problem.program.params) == 28
+
+
+def test_an_op_has_no_more_calls_for_what_its_backward_keeps_being_noted() -> None:
+    program = capture_step(*tw.zoo.build("gpt2-tiny"), None, None)
+    records = record(program).by_op
+    calls = {op.name: found.num_calls[0] for op, found in records.items()}
+    assert (calls["gelu"], calls["layer_norm"], calls["embedding"]) == (1, 1, 1)
+    assert all(found.saved_inputs for op, found in records.items() if op.name in {"gelu", "layer_norm"})
 
 
 def test_on_a_gpu_the_host_runs_ahead_and_adds_nothing_to_a_plan() -> None:

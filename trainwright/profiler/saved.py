@@ -6,7 +6,8 @@ another shares its memory; `Records.root` names the tensor whose memory it is.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -175,10 +176,9 @@ def _record_op(
         index: value.detach().requires_grad_(executor.local.values[index].tensor.requires_grad)
         for index, value in zip(instruction.inputs, inputs)
     }
-    saved: list[Array] = []
     forward, backward = CallCounter(target), CallCounter(target)
     inner = dict(leaves)
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda t: _note(saved, t), lambda t: t):
+    with torch.enable_grad(), saved_tensors() as saved:
         with forward.tracker:
             executor.calls[instruction.index](inner, run_state(op, target))
         left = forward.tracker.live_bytes
@@ -189,9 +189,18 @@ def _record_op(
     return summary(forward, left, backward, [leaves[index] for index in instruction.inputs], outputs, saved)
 
 
-def _note(saved: list[Array], tensor: Array) -> Array:
-    saved.append(tensor.detach())
-    return tensor
+@contextmanager
+def saved_tensors() -> Iterator[list[Array]]:
+    """Give the list of what autograd saves inside. Taking note of it is no call of the op: modes do not see it."""
+    saved: list[Array] = []
+
+    def note(tensor: Array) -> Array:
+        with without_modes():
+            saved.append(tensor.detach())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        yield saved
 
 
 def _run_backward(outputs: list[Array], leaves: list[Array], counter: CallCounter) -> None:

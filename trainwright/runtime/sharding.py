@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..program.layout import Layout, Slot, local_shape, slot_range, slots_of_dim
 from ..program.program import Tensor as ProgramTensor
 from ..rank.buckets import Plain
-from ..torch_internals.private import dtensor_like
+from ..torch_internals.private import dtensor_like, local_part
 from .regions import region_of
 
 
@@ -111,12 +111,15 @@ class AtRest(Plain):
     def part(self, param: DTensor) -> torch.Tensor:
         """Return the rank's part of a parameter; its gradient becomes a `DTensor` in the parameter's layout."""
         if not param.requires_grad or not torch.is_grad_enabled():
-            return param.to_local().detach().view(self.shapes[param])
+            return local_part(param).detach().view(self.shapes[param])
         return _LocalPart.apply(param, self)  # type: ignore[no-any-return]
 
     def local(self, param: torch.Tensor) -> torch.Tensor:
-        """Return the rank's part of a parameter, outside of autograd; a plain tensor is returned unchanged."""
-        return param.to_local().view(self.shapes[param]) if isinstance(param, DTensor) else super().local(param)
+        """Return the rank's part of a parameter by one view, outside of autograd; a plain tensor is returned unchanged.
+
+        `to_local` takes another view, in some releases of torch.
+        """
+        return local_part(param).view(self.shapes[param]) if isinstance(param, DTensor) else super().local(param)
 
     def gradient(self, local: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
         """Return the gradient of the rank's part as a `DTensor` in the parameter's layout.
@@ -125,7 +128,7 @@ class AtRest(Plain):
         """
         if not isinstance(param, DTensor):
             return super().gradient(local, param)
-        local = local.reshape(param.to_local().shape)
+        local = local.reshape(local_part(param).shape)
         if torch.is_grad_enabled():  # a gradient that is differentiated again
             mesh, places = param.device_mesh, param.placements
             return DTensor.from_local(local, mesh, places, run_check=False, shape=param.shape, stride=param.stride())

@@ -24,7 +24,7 @@ from ...ops.expert_limits import Limit
 from ...ops.local import Mirror, Pair, Rows, WithSum
 from ...ops.sampled import variance_bound
 from ...profiler.caching import block_bytes
-from ...profiler.saved import CallCounter, OpRecord, Records, run_state, summary
+from ...profiler.saved import CallCounter, OpRecord, Records, run_state, saved_tensors, summary
 from ...program.groups import Group, Split
 from ...program.layout import REPLICATE, Layout, Slot, fraction, local_shape, slot_range
 from ...program.program import Op, Program, Tensor
@@ -152,6 +152,8 @@ class CostModel:
     """The ratio of the rows of experts on the fullest rank to its even share."""
     sampled: float = 0.0
     """The share of its rows that a linear map may keep for its weight's gradient, which is then an estimate; 0: none may."""
+    num_fixed_calls: int = 0
+    """The calls of a forward that no decision changes: one for each constant, and a view of each parameter that it reads."""
     _inner: dict[tuple[Op, tuple[int, ...]], Inner] = field(default_factory=dict)
     _moves: dict[tuple[Any, ...], float] = field(default_factory=dict)
     _steps: dict[tuple[Any, ...], float] = field(default_factory=dict)
@@ -273,6 +275,14 @@ class CostModel:
         forward = sum(call.seconds(self.device, work, forward_share) for call in record.forward)
         backward = sum(call.seconds(self.device, work, touched) for call in record.backward)
         return scale * (forward + host[0]), scale * (backward + host[1])
+
+    @property
+    def fixed_s(self) -> float:
+        """Return the seconds of a step that no decision changes: what a CPU's host takes for `num_fixed_calls`."""
+        if self.device.kind == "gpu":
+            return 0.0
+        scale = self.num_passes * self.device.factors.get("compute", 1.0)
+        return scale * self.device.overheads.forward_s * self.num_fixed_calls
 
     def _host_s(self, record: OpRecord) -> tuple[float, float]:
         """Return what the host takes for the calls of an op beyond their kernels (`hardware.overheads`), forward and backward.
@@ -501,9 +511,11 @@ class CostModel:
 def cost_model(program: Program, device: Device, axes: tuple[MeshAxis, ...], records: Records, num_passes: float,
                imbalance: float = DEFAULT_IMBALANCE, sampled: float = 0.0) -> CostModel:  # fmt: skip
     """Return the costs of a program's step; `num_passes` are the optimizer's, each over all micro-batches."""
+    num_fixed_calls = sum(op.constant for op in program.ops) + sum(bool(tensor.consumers) for tensor in program.params)
     return CostModel(
-        device, axes, records, num_passes * program.num_runs, program.num_runs, imbalance=imbalance, sampled=sampled
-    )
+        device, axes, records, num_passes * program.num_runs, program.num_runs,
+        imbalance=imbalance, sampled=sampled, num_fixed_calls=num_fixed_calls,
+    )  # fmt: skip
 
 
 def whole_pieces(tensor: Tensor, layout: Layout, reads: str) -> Layout:
@@ -590,12 +602,8 @@ def _inner_costs(context: _Probe, op: Op) -> Inner:
         may_be_early = said_by_the_batch(_summed(function, args, dict(zip(values, op.inputs))))
         function = partial(function.function, function.total(args))
         sum_s, context.total = context.total, 0.0
-    saved: list[torch.Tensor] = []
     forward, backward = CallCounter(target), CallCounter(target)
-    with (
-        torch.autograd.graph.saved_tensors_hooks(lambda tensor: _noted(tensor, saved), lambda tensor: tensor),
-        forward.tracker,
-    ):
+    with saved_tensors() as saved, forward.tracker:
         out = function(*args, **kwargs)
     forward_s, left = context.total, forward.tracker.live_bytes
     outs = [out] if isinstance(out, torch.Tensor) else list(out)
@@ -614,11 +622,6 @@ def _inner_costs(context: _Probe, op: Op) -> Inner:
 def _summed(function: WithSum, args: Sequence[Any], tensors: Mapping[torch.Tensor, Tensor]) -> list[Tensor]:
     """Return the operands that the sum of `function` reads."""
     return [tensors[args[place]] for place in function.places if isinstance(args[place], torch.Tensor)]
-
-
-def _noted(tensor: torch.Tensor, saved: list[torch.Tensor]) -> torch.Tensor:
-    saved.append(tensor.detach())
-    return tensor
 
 
 class _Probe:

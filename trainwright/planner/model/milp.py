@@ -102,9 +102,9 @@ class Model:
         self.integer.append(integer)
         return len(self.cost) - 1
 
-    def one(self) -> int:
-        """Add a column that is 1, for the constants of rows, and return its index."""
-        return self.column(lower=1.0, upper=1.0)
+    def one(self, cost: float = 0.0) -> int:
+        """Add a column that is 1, for the constants of rows or of the objective, and return its index."""
+        return self.column(lower=1.0, upper=1.0, cost=cost)
 
     def row(
         self, name: str, terms: Iterable[tuple[int, float]], lower: float = -INFINITY, upper: float = INFINITY
