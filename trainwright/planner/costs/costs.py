@@ -152,8 +152,6 @@ class CostModel:
     """The ratio of the rows of experts on the fullest rank to its even share."""
     sampled: float = 0.0
     """The share of its rows that a linear map may keep for its weight's gradient, which is then an estimate; 0: none may."""
-    num_fixed_calls: int = 0
-    """The calls of a forward that no decision changes: one for each constant, and a view of each parameter that it reads."""
     _inner: dict[tuple[Op, tuple[int, ...]], Inner] = field(default_factory=dict)
     _moves: dict[tuple[Any, ...], float] = field(default_factory=dict)
     _steps: dict[tuple[Any, ...], float] = field(default_factory=dict)
@@ -276,13 +274,16 @@ class CostModel:
         backward = sum(call.seconds(self.device, work, touched) for call in record.backward)
         return scale * (forward + host[0]), scale * (backward + host[1])
 
-    @property
-    def fixed_s(self) -> float:
-        """Return the seconds of a step that no decision changes: what a CPU's host takes for `num_fixed_calls`."""
+    def fixed_s(self, program: Program) -> float:
+        """Return what a CPU's host takes in a step for calls that no decision changes.
+
+        They are one for each constant of `program`, a stage's or the whole, and a view of each parameter that it reads.
+        """
         if self.device.kind == "gpu":
             return 0.0
+        num_calls = sum(op.constant for op in program.ops) + sum(bool(tensor.consumers) for tensor in program.params)
         scale = self.num_passes * self.device.factors.get("compute", 1.0)
-        return scale * self.device.overheads.forward_s * self.num_fixed_calls
+        return scale * self.device.overheads.forward_s * num_calls
 
     def _host_s(self, record: OpRecord) -> tuple[float, float]:
         """Return what the host takes for the calls of an op beyond their kernels (`hardware.overheads`), forward and backward.
@@ -511,11 +512,9 @@ class CostModel:
 def cost_model(program: Program, device: Device, axes: tuple[MeshAxis, ...], records: Records, num_passes: float,
                imbalance: float = DEFAULT_IMBALANCE, sampled: float = 0.0) -> CostModel:  # fmt: skip
     """Return the costs of a program's step; `num_passes` are the optimizer's, each over all micro-batches."""
-    num_fixed_calls = sum(op.constant for op in program.ops) + sum(bool(tensor.consumers) for tensor in program.params)
     return CostModel(
-        device, axes, records, num_passes * program.num_runs, program.num_runs,
-        imbalance=imbalance, sampled=sampled, num_fixed_calls=num_fixed_calls,
-    )  # fmt: skip
+        device, axes, records, num_passes * program.num_runs, program.num_runs, imbalance=imbalance, sampled=sampled
+    )
 
 
 def whole_pieces(tensor: Tensor, layout: Layout, reads: str) -> Layout:

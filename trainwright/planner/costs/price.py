@@ -71,7 +71,7 @@ class Price:
 def price(executor: Executor, costs: CostModel, optimizer: OptimizerCost) -> Price:
     """Price one step of a local program on the fullest rank."""
     total = _decided(executor, costs, optimizer)
-    total.compute_s += costs.fixed_s
+    total.compute_s += costs.fixed_s(executor.local.program)
     return total
 
 
@@ -159,7 +159,6 @@ def price_regions(executor: Executor, costs: CostModel) -> dict[int, RegionSecon
         own.backward_s += (compute[1] + comm[1]) / runs
         own.comm_s += sum(comm) / runs
         own.weight_s += _weight_s(executor.local, instruction, costs) / runs
-    found[last].forward_s += costs.fixed_s / runs
     for region, rerun in executor.reruns.items():
         found[region if region >= 0 else last].rerun_s += _rerun_s(executor, rerun, costs) / runs
     return dict(found)

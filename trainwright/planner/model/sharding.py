@@ -83,7 +83,7 @@ class Sharding:
 def add_sharding(model: Model, problem: Problem, travel: Overlap = "none") -> Sharding:
     """Add the columns and rows of the sharding half to `model`; parameters `travel` so, and then share latencies."""
     sharding = Sharding(Joined(problem, travel))
-    if fixed_s := problem.costs.fixed_s:
+    if fixed_s := problem.costs.fixed_s(problem.program):
         model.one(fixed_s)
     for decision in problem.decisions:
         columns = [model.column(1.0, decision.option_s(k), integer=True) for k in range(len(decision.options))]

@@ -205,7 +205,8 @@ def _seconds(
     )
     handed, returned = _crossing_bytes(place, piece, decisions)
     hop = None if piece.is_last else hop_behind(hops, piece.index)
-    forward_s, weight_s = sum(region.forward_s for region in regions), sum(region.weight_s for region in regions)
+    fixed_s = problem.costs.fixed_s(piece.program) / problem.costs.num_runs
+    forward_s, weight_s = fixed_s + sum(each.forward_s for each in regions), sum(each.weight_s for each in regions)
     backward_s = sum(region.backward_s for region in regions) + rerun_s
     out_s, back_s = _shown_s(place, executor, forward_s, backward_s - (weight_s if splits_backward else 0.0))
     seconds = StageSeconds(
