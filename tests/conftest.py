@@ -30,7 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if "TRAINWRIGHT_CACHE" not in os.environ:
         # Compiled code stays for the next session.
         os.environ["TRAINWRIGHT_CACHE"] = str(config.cache.mkdir("trainwright"))
-        for kept in ("captures", "locks"):
+        for kept in ("captures", "locks", "exact"):
             shutil.rmtree(Path(os.environ["TRAINWRIGHT_CACHE"]) / kept, ignore_errors=True)
     # Two workers and their ranks share the cores: a thread that spins while it waits takes them from one that computes.
     # OpenMP reads this as a process starts, so it holds for workers of pytest-xdist, pools and commands.

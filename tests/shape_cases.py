@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ import trainwright as tw
 from tests.models import batches, micro
 from tests.plans import plan_of, random_decisions
 from trainwright.artifacts import Plan, UserError
+from trainwright.artifacts.cache_directory import cache_folder
 from trainwright.capture.cached import cached_capture
 from trainwright.capture.export import as_batch, find_loss
 from trainwright.models import zoo
@@ -92,13 +94,14 @@ def random_plan(name: str, mesh: Sequence[int], seed: int, offload: float = 0.0)
 
 @contextmanager
 def exact() -> Iterator[None]:
-    """Let a model's own casts to fp32 be none, so that float64 is float64 in the model and in what is captured of it."""
-    before = torch.Tensor.float
-    torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
-    try:
+    """Let a model's own casts to fp32 be none, so that float64 is float64 in the model and in what is captured of it.
+
+    Captures made inside are kept in a folder of their own: under the same key, other tests would take them for the model's.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        patch.setenv("TRAINWRIGHT_CACHE", str(cache_folder() / "exact"))
         yield
-    finally:
-        torch.Tensor.float = before  # type: ignore[method-assign]
 
 
 @exact()
