@@ -606,3 +606,9 @@ def test_a_forbidden_sharding_is_not_proposed_again(place) -> None:
     assert found[1][1] >= found[0][1] * (1 - GAP)
     assert found[2][1] >= found[1][1] * (1 - GAP)
     assert (model.row_names, model.indices, model.starts) == before
+
+
+def test_a_relaxation_that_is_stopped_does_not_prove_that_nothing_fits(place, monkeypatch) -> None:
+    assert place.solver.lets_nothing_into(1.0, place.settings("joint"))
+    monkeypatch.setattr(milp.Relaxation, "solve", lambda *_, **__: Outcome.STOPPED)
+    assert not place.solver.lets_nothing_into(1.0, place.settings("joint"))

@@ -280,7 +280,7 @@ class Solver:
         """Return true where the relaxation proves that no plan is within a budget by the rows."""
         model, sharding, recompute, memory = self.full()
         set_budget(model, memory, budget)
-        return math.isinf(relaxed_bound(settings.stages(model, sharding, recompute), cost={}))
+        return relaxed_bound(settings.stages(model, sharding, recompute), cost={}) == math.inf
 
     def smallest(self, settings: Settings) -> Answer | None:
         """Return the answer that holds least by the rows."""
