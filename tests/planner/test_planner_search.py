@@ -36,6 +36,7 @@ from trainwright.planner.search.effort import GAP
 from trainwright.planner.search.fitting import Fitting
 from trainwright.planner.search.solve import Least, Solver
 from trainwright.planner.search.two_stage import solve_two_stage
+from trainwright.planner.task import Place
 from trainwright.planner.ways import Ways
 from trainwright.program.program import build_program
 
@@ -608,7 +609,50 @@ def test_a_forbidden_sharding_is_not_proposed_again(place) -> None:
     assert (model.row_names, model.indices, model.starts) == before
 
 
+@pytest.fixture(scope="module")
+def one_by_one() -> tuple[Place, Answer]:
+    """A small model on devices that hide what travels, and its best plan one by one within a budget that binds."""
+    (found,) = task(tiny_program("gpt2-tiny"), "2xh100", mesh=(2,), budget_bytes=1_062_599).places
+    answer = found.solver.travelling("none").solve(found.settings("joint"))
+    assert isinstance(answer, Answer)
+    assert answer.row_budget is not None
+    return found, answer
+
+
+def test_a_sharding_that_is_good_one_by_one_is_fitted_for_travel_further_ahead(one_by_one) -> None:
+    place, answer = one_by_one
+    takes = lambda found: place.overlapped(found)[1].step_s  # noqa: E731
+    known = answer.bounded(0.9 * answer.objective_s)
+    found = guard.proposed_one_by_one(place.solver, place.settings("joint"), known, takes)
+    assert takes(found) < takes(known)
+    assert found.decisions.overlap != "none"
+    assert found.simulation.peak_bytes <= place.task.budget_bytes
+    assert found.bound_s == pytest.approx(known.bound_s), "it proves nothing of other shardings"
+    assert guard.proposed_one_by_one(place.solver, place.settings("joint"), found, takes) is found
+
+
+@pytest.mark.parametrize(("gap", "proposes"), [(0.001, False), (0.3, True)])
+def test_they_are_proposed_where_little_is_proven_of_buckets(monkeypatch, one_by_one, gap, proposes) -> None:
+    place, answer = one_by_one
+    asked = []
+    monkeypatch.setattr(ways, "proposed_one_by_one", lambda *each: asked.append(each) or each[2])
+    monkeypatch.setattr(ways, "no_slower_than_known", lambda *_: answer.bounded((1 - gap) * answer.objective_s))
+    solve_on(place, "joint")
+    assert bool(asked) == proposes
+
+
 def test_a_relaxation_that_is_stopped_does_not_prove_that_nothing_fits(place, monkeypatch) -> None:
     assert place.solver.lets_nothing_into(1.0, place.settings("joint"))
     monkeypatch.setattr(milp.Relaxation, "solve", lambda *_, **__: Outcome.STOPPED)
     assert not place.solver.lets_nothing_into(1.0, place.settings("joint"))
+
+
+@pytest.mark.slow  # two searches to the end of their work
+def test_more_memory_is_no_slower_where_buckets_are_not_proven() -> None:
+    """By the rows of buckets the faster sharding fits too, and their own search does not come upon it."""
+    place = place_of("resnet-tiny", {}, "8xa100", (8,))
+    seconds = []
+    for place.task.budget_bytes in (357_376, 364_523):
+        place.task.deadline = Deadline(place.task.time_limit_s, clock_s=math.inf)
+        seconds.append(place.overlapped(solve_on(place, "joint"))[1].step_s)
+    assert seconds[1] <= seconds[0] * (1 + GAP)

@@ -16,7 +16,7 @@ from .model.outcome import Outcome
 from .problem.recipes import restriction
 from .search.answer import Answer, Infeasible, Settings
 from .search.effort import CLOSE, GAP, NEAR
-from .search.guard import faster_kept, no_slower_than_known, unproven
+from .search.guard import faster_kept, no_slower_than_known, proposed_one_by_one, unproven
 from .search.proposals import first_that_fits
 from .search.solve import Solver, both
 from .search.two_stage import solve_two_stage
@@ -184,7 +184,11 @@ class Ways(Space):
         answer = self._solver.solve(settings)
         if self.recipe != "joint":
             return answer
-        return no_slower_than_known(self._solver, settings, answer, lambda each: self.place.overlapped(each)[1].step_s)
+        return no_slower_than_known(self._solver, settings, answer, self._takes)
+
+    def _takes(self, answer: Answer) -> float:
+        """Return the seconds of a step, its parameters travelling as far ahead as the budget allows."""
+        return self.place.overlapped(answer)[1].step_s
 
     @property
     def _solver(self) -> Solver:
@@ -205,7 +209,20 @@ class Ways(Space):
         found, proposal = self._running(answer), self._proposal(incumbent)
         if proposal is not None and proposal.step_s < found.step_s * (1 - GAP):
             found = proposal.bounded(answer.bound_s, answer.floor_s, answer.row_budget)
+        if self.recipe == "joint" and self.ways[self.turn] == "buckets" and self.place.solver.hides:
+            found = self._proposed_one_by_one(found)
         yield from self._take(incumbent, found)
+
+    def _proposed_one_by_one(self, known: Found) -> Found:
+        """Return `known` or, where little is proven of it, what is faster of the shardings that are good one by one."""
+        answer, solver, task = known.answer, self.place.solver, self.place.task
+        is_near = answer.gap is not None and answer.gap <= NEAR
+        if is_near or not answer.binds or task.budget_bytes is None or task.deadline.has_passed:
+            return known
+        settings = self.place.settings(self.recipe)
+        settings.time_limit_s *= solver.effort.known_share
+        found = proposed_one_by_one(solver, settings, answer, self._takes)
+        return known if found is answer else self._running(found)
 
     def _running(self, answer: Answer) -> Found:
         """Return an answer as it will run: further ahead than it was searched, where that fits, and then faster."""

@@ -8,7 +8,7 @@ fitted by itself too: with its sharding held, only what is kept is chosen anew, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -87,6 +87,23 @@ class Fitting:
         # an answer that fitted no aim of the whole search fits, and yet not without rows
         low = float(self.budget) if search.low is None else search.low
         return self._smallest_that_fits() if best is None else replace(self._proven(best), row_budget=low)
+
+    def proposed(self) -> Iterator[Options]:
+        """Yield the shardings that are fastest by the rows, as the row budget follows what their simulations hold, each once."""
+        seen: set[tuple[int, ...]] = set()
+        for _ in range(self.effort.corrections + 1):
+            if self._is_settled or self._deadline.has_passed:
+                break
+            solution = self._solve(self.settings.cutoff_s)
+            if solution.values is not None:
+                answer = self.solver.answer(solution, self.settings.floor_s)
+                self.search.note(answer, self.solver.full()[3].peak_bytes(solution.values))
+                options = answer.choice.options
+                if (key := tuple(options.values())) not in seen:
+                    seen.add(key)
+                    yield options
+            elif not self.search.note_nothing():
+                break
 
     def _widens(self) -> bool:
         """Move on to the wider row budget, if there is one that was not tried."""

@@ -10,10 +10,11 @@ Where everything is kept, known shardings and those of the recipes are priced as
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from ...program.decisions import Decisions
+from ...program.decisions import Decisions, Overlap
 from ..model.outcome import Outcome
 from ..problem.recipes import restriction
 from .answer import Answer, Infeasible, Settings
@@ -21,6 +22,8 @@ from .effort import GAP, NEAR, Effort
 from .fitting import Fitting
 from .solve import Solver, both
 
+FURTHER: tuple[Overlap, ...] = ("buckets", "ahead")
+"""The ways in which parameters travel further ahead than one by one."""
 Takes = Callable[[Answer], float]
 """The seconds of a step, its parameters travelling as far ahead as the budget allows."""
 Prices = Callable[[Decisions], float]
@@ -92,6 +95,25 @@ class _Best:
             floor_s=self.answer.floor_s,
         )  # fmt: skip
         self.step_s = step_s
+
+
+def proposed_one_by_one(solver: Solver, settings: Settings, known: Answer, takes: Takes) -> Answer:
+    """Return `known`, or a faster answer with a sharding that is among the best where parameters travel one by one.
+
+    Those are soon found, since no latency is shared and nothing hidden. Each is fitted for every way to travel.
+    """
+    budget, effort = settings.budget_bytes, solver.effort
+    assert budget is not None
+    best = _Best(known, takes, effort, solver.is_small)
+    asked = replace(settings, cutoff_s=math.inf, floor_s=known.floor_s)
+    fitting = replace(asked, time_limit_s=effort.guard_share * asked.time_limit_s)
+    one_by_one = solver.travelling("none")
+    for options in Fitting(one_by_one, asked, budget).proposed():
+        best.offer(Fitting(one_by_one, fitting, budget, effort.room * budget).fitted(options))
+        for way in FURTHER:
+            wanted = replace(fitting, cutoff_s=best.step_s * (1 - GAP))
+            best.offer(Fitting(solver.travelling(way), wanted, budget, effort.room * budget).fitted(options))
+    return best.answer
 
 
 def faster_kept(solver: Solver, settings: Settings, step_s: float, prices: Prices) -> Iterator[Answer]:
