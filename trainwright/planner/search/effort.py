@@ -66,7 +66,8 @@ class Effort:
     relaxation_share: float = 1 / 3
     """The share of the relaxation, where known shardings can take its place."""
     known_share: float = 1 / 3
-    """The share that a known sharding gets even if less is left, where there is no answer yet: none must be lost."""
+    """The share that a known sharding gets even if less is left, where there is no answer yet: none must be lost; and the share
+    of the search one by one that proposes shardings."""
     leaf_share: float = 1 / 4
     """The share of one solve with the sharding held."""
     start_share: float = 1 / 6

@@ -3,7 +3,8 @@
 By the rows no sharding can be faster. But the rows count a little too much, for some plans more than for others, so a
 sharding that comes second by the rows may keep more within the true budget; and the objective is a little off, so of two that
 are nearly alike by it the second may be faster. Each known sharding is given the chance, and judged by what its step takes. Where
-the search ended far from what is proven, what lies between its answer and the relaxation is looked at.
+the search ended far from what is proven, what lies between its answer and the relaxation is looked at, and what a search one by
+one comes upon (`proposed_one_by_one`).
 
 Where everything is kept, known shardings and those of the recipes are priced as they are (`faster_kept`).
 """
