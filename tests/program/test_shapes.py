@@ -225,3 +225,15 @@ def test_smaller_batches_peak_no_higher_than_planned(name: str, solver: str) -> 
             inputs = {key: entry.layout for key, entry in cut.entries().items()}
             found = simulate(program, decisions_at(program, planned, decisions, inputs), make)
             assert found.peak_bytes <= most, (rows, length)
+
+
+def test_what_is_captured_without_a_models_casts_is_not_kept_as_the_models() -> None:
+    def casts() -> int:
+        model, batch, _ = shape_cases.build("gpt2-tiny")
+        return sum(op.name == "to" for op in build_program(cached_capture(model, batch)).ops)
+
+    with shape_cases.exact():
+        assert casts() == 0
+    assert casts() == 1
+    with shape_cases.exact():
+        assert casts() == 0

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from ...program.decisions import Decisions, Overlap
+from ...program.decisions import OVERLAPS, Decisions
 from ..model.outcome import Outcome
 from ..problem.recipes import restriction
 from .answer import Answer, Infeasible, Settings
@@ -23,8 +23,6 @@ from .effort import GAP, NEAR, Effort
 from .fitting import Fitting
 from .solve import Solver, both
 
-FURTHER: tuple[Overlap, ...] = ("buckets", "ahead")
-"""The ways in which parameters travel further ahead than one by one."""
 Takes = Callable[[Answer], float]
 """The seconds of a step, its parameters travelling as far ahead as the budget allows."""
 Prices = Callable[[Decisions], float]
@@ -108,11 +106,11 @@ def proposed_one_by_one(solver: Solver, settings: Settings, known: Answer, takes
     best = _Best(known, takes, effort, solver.is_small)
     asked = replace(settings, cutoff_s=math.inf, floor_s=known.floor_s)
     fitting = replace(asked, time_limit_s=effort.guard_share * asked.time_limit_s)
-    one_by_one = solver.travelling("none")
-    for options in Fitting(one_by_one, asked, budget).proposed():
-        best.offer(Fitting(one_by_one, fitting, budget, effort.room * budget).fitted(options))
-        for way in FURTHER:
-            wanted = replace(fitting, cutoff_s=best.step_s * (1 - GAP))
+    for options in Fitting(solver.travelling("none"), asked, budget).proposed():
+        for way in OVERLAPS:
+            # one by one all that travels counts as exposed: what that says of a plan which runs further ahead is too much
+            cutoff_s = math.inf if way == "none" else best.step_s * (1 - GAP)
+            wanted = replace(fitting, cutoff_s=cutoff_s)
             best.offer(Fitting(solver.travelling(way), wanted, budget, effort.room * budget).fitted(options))
     return best.answer
 
