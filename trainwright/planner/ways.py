@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from ..program.decisions import OVERLAPS
 from .costs.price import Price
 from .incumbent import Found, Incumbent
 from .model.hidden import EXPOSED
@@ -27,8 +28,6 @@ _HIDING = ("buckets", "ahead", "as seen", "none")
 and where memory binds they are seldom slower, since what they do not hold is kept instead."""
 _ONE_BY_ONE = ("none", "buckets")
 """Where nothing is hidden, one by one comes first, since it is soon proven; shared latencies follow."""
-_FURTHER = ("none", "buckets", "ahead")
-"""Each way issues what travels further ahead than the one before, so that it hides as much or more, and holds as much or more."""
 _KNOWN = "fsdp"
 """The recipe that `joint` is held against where that takes little: of those that hold little, it is solved soonest."""
 RANK_OF_REFUSED = 1
@@ -265,8 +264,8 @@ class Ways(Space):
 
     def _instead(self, is_slower: bool) -> int | None:
         """Return the way to search where this one has nothing: one that hides more if all is slower, else one that holds less."""
-        here = _FURTHER.index(self.ways[self.turn])
-        wanted = _FURTHER[here + 1 :] if is_slower else _FURTHER[:here]
+        here = OVERLAPS.index(self.ways[self.turn])  # type: ignore[arg-type]
+        wanted = OVERLAPS[here + 1 :] if is_slower else OVERLAPS[:here]
         later = range(self.turn + 1, len(self.ways))
         return next((turn for turn in later if self.ways[turn] in wanted), None)
 

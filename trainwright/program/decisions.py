@@ -12,7 +12,7 @@ from .layout import Layout
 from .program import Tensor
 
 Overlap = Literal["none", "buckets", "ahead"]
-"""The distance that parameters travel ahead of their use; each holds more memory than the one before."""
+"""The distance that parameters travel ahead of their use; each hides as much as the one before or more, and holds more memory."""
 OVERLAPS: tuple[Overlap, ...] = get_args(Overlap)
 
 
