@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import trainwright as tw
 from trainwright.artifacts import UserError
 from trainwright.capture import capture
-from trainwright.capture.dtypes import refused
+from trainwright.capture.dtypes import Operand, refused
 from trainwright.torch_internals.fakes import check_devices
 from trainwright.torch_internals.private import FakeTensorMode
 
@@ -157,8 +157,6 @@ def test_half_a_norm_is_taken_and_a_product_of_two_types_is_not() -> None:
 
 def test_the_backwards_types_are_looked_at_too() -> None:
     """Torch's binary cross-entropy takes targets in float64 in no form; its backward is asked for with its forward."""
-    from trainwright.capture.dtypes import Operand
-
     output, target = Operand(torch.float32, 2, differentiated=True), Operand(torch.float32, 2)
     assert refused(aten.binary_cross_entropy.default, (output, target), {}) is None
     wrong = Operand(torch.int64, 2)
@@ -192,3 +190,10 @@ def test_a_refused_trial_keeps_no_tensor_of_its_caller() -> None:
         assert caller()() is None
     finally:
         gc.enable()
+
+
+def test_a_write_to_an_activation_is_no_matter_of_types() -> None:
+    """Autograd refuses writes to leaves, which activations are not."""
+    activation = Operand(torch.float32, 2, differentiated=True)
+    assert refused(aten.mul_.Tensor, (activation, 2), {}) is None
+    assert refused(aten.linear.default, (activation, Operand(torch.float64, 2)), {}) is not None

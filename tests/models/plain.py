@@ -472,6 +472,35 @@ def build_spectral() -> tuple[nn.Module, Any]:
     return Spectral(), {"x": torch.randn(3, 6, 8), "target": torch.randn(3, 6, 4)}
 
 
+class Modes(nn.Module):
+    """Writes into spectra: a slice and an element of complex zeros, real parts, and one by pairs of real numbers."""
+
+    def __init__(self, size: int = 8, modes: int = 3) -> None:
+        super().__init__()
+        self.modes, self.inner = modes, nn.Linear(size, size)
+        self.weight = nn.Parameter(torch.randn(size, size, modes, 2) * 0.2)
+        self.outer = nn.Linear(size, 4)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        hidden = self.inner(x).transpose(1, 2)
+        spectrum = torch.fft.rfft(hidden)
+        out = torch.zeros_like(spectrum)
+        weight = torch.view_as_complex(self.weight)
+        out[:, :, : self.modes] = torch.einsum("bik,iok->bok", spectrum[:, :, : self.modes], weight)
+        out[..., -1] = spectrum[..., 0].conj()
+        out[:, 0].mul_(0.5)
+        out.imag[:, 1] *= 2
+        torch.view_as_real(out)[:, 2:, 0, 0] += 1
+        pairs = hidden.contiguous().clone().unflatten(-1, (-1, 2))
+        torch.view_as_complex(pairs)[:, :, 0] *= 1j
+        hidden = hidden + F.gelu(torch.fft.irfft(out, n=hidden.shape[-1])) + pairs.flatten(-2)
+        return ((self.outer(hidden.transpose(1, 2)) - target) ** 2).mean()
+
+
+def build_modes() -> tuple[nn.Module, Any]:
+    return Modes(), {"x": torch.randn(3, 6, 8), "target": torch.randn(3, 6, 4)}
+
+
 class Timed(nn.Module):
     """Floats made of integers: timesteps as waves, without a float in the call that makes them."""
 
@@ -658,6 +687,7 @@ GOOD = (
     build_group,
     build_checkpointed,
     build_spectral,
+    build_modes,
     build_timed,
     build_pairs,
     build_translated,

@@ -25,12 +25,13 @@ QUICK = (
     "build_tables",
     "build_informed",
     "build_rotated",
+    "build_modes",
 )
 """Models with ops that no other model of these tests has."""
 ALL = slow_but(QUICK[1:], NAMES)
 
 
-SOLVED = ("build_spectral", "build_timed", "build_rotated")
+SOLVED = ("build_spectral", "build_modes", "build_timed", "build_rotated")
 
 
 @pytest.mark.parametrize("name", slow_but(SOLVED, NAMES))

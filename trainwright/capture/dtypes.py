@@ -188,11 +188,12 @@ def _error_of(target: Any, bound: dict[str, Any], operands: tuple[Operand, ...])
     """Run the call, and where asked its backward, on one element of each type."""
     queue = iter(operands)
     leaves: list[Tensor] = []
+    is_written = private.is_mutating(target)
 
     def fill(value: Any) -> Any:
         if isinstance(value, Tensor | Operand):
             leaves.append(_one(next(queue)))
-            return leaves[-1]
+            return leaves[-1].clone() if is_written else leaves[-1]  # autograd takes no write to a leaf
         return [fill(each) for each in value] if isinstance(value, list | tuple) else value
 
     try:

@@ -138,6 +138,19 @@ class _Write:
             new = self._emit(aten.expand.default, (new, list(shape(operand))), self.node)
         return new
 
+    def into_dim(self, target: Callable[..., Any], source: fx.Node, new: fx.Node, dim: int, *where: Any) -> fx.Node:
+        """Emit a scatter into a dimension of `source`; complex numbers as pairs of real ones, which torch differentiates."""
+        if not source.meta["val"].is_complex():
+            return self._emit(target, (source, new, dim, *where), self.node)
+        pairs = [self._pairs(each) for each in (source, new)]
+        scattered = self._emit(target, (*pairs, dim % source.meta["val"].ndim, *where), self.node)
+        return self._emit(aten.view_as_complex.default, (scattered,), self.node)
+
+    def _pairs(self, number: fx.Node) -> fx.Node:
+        if number.meta["val"].is_conj():  # a mark on memory that holds other numbers
+            number = self._emit(aten.clone.default, (number,), self.node)
+        return self._emit(aten.view_as_real.default, (number,), self.node)
+
     def _scatter(self, chain: list[fx.Node], new: fx.Node) -> fx.Node:
         """Carry the new value back to the owner of the memory, view by view."""
         for view, source in itertools.pairwise(chain):
@@ -197,13 +210,14 @@ def _step(view: fx.Node) -> str:
 
 def _into_slice(write: _Write, view: fx.Node, source: fx.Node, new: fx.Node) -> fx.Node:
     named = bound(view)
-    args = (source, new, named["dim"], named["start"], named["end"], named["step"])
-    return write._emit(aten.slice_scatter.default, args, write.node)
+    return write.into_dim(
+        aten.slice_scatter.default, source, new, named["dim"], named["start"], named["end"], named["step"]
+    )
 
 
 def _into_select(write: _Write, view: fx.Node, source: fx.Node, new: fx.Node) -> fx.Node:
     named = bound(view)
-    return write._emit(aten.select_scatter.default, (source, new, named["dim"], named["index"]), write.node)
+    return write.into_dim(aten.select_scatter.default, source, new, named["dim"], named["index"])
 
 
 def _into_diagonal(write: _Write, view: fx.Node, source: fx.Node, new: fx.Node) -> fx.Node:
@@ -218,10 +232,10 @@ def _into_piece(write: _Write, view: fx.Node, source: fx.Node, new: fx.Node) -> 
     index: Any = view.args[1]
     dim = bound(split)["dim"]
     if is_call(split, "unbind"):
-        return write._emit(aten.select_scatter.default, (source, new, dim, index), write.node)
+        return write.into_dim(aten.select_scatter.default, source, new, dim, index)
     sizes = [piece.shape[dim] for piece in split.meta["val"]]
     start = sum(sizes[:index])
-    return write._emit(aten.slice_scatter.default, (source, new, dim, start, start + sizes[index]), write.node)
+    return write.into_dim(aten.slice_scatter.default, source, new, dim, start, start + sizes[index])
 
 
 def _into_reshape(write: _Write, view: fx.Node, source: fx.Node, new: fx.Node) -> fx.Node:
@@ -238,6 +252,26 @@ def _into_permute(write: _Write, view: fx.Node, source: fx.Node, new: fx.Node) -
     rank = len(shape(source))
     dims = [dim % rank for dim in bound(view)["dims"]]
     return write._emit(aten.permute.default, (new, [dims.index(dim) for dim in range(rank)]), write.node)
+
+
+def _into_pairs(write: _Write, view: fx.Node, source: fx.Node, new: fx.Node) -> fx.Node:
+    del view, source
+    return write._emit(aten.view_as_complex.default, (new,), write.node)
+
+
+def _into_complex(write: _Write, view: fx.Node, source: fx.Node, new: fx.Node) -> fx.Node:
+    del view, source
+    return write._pairs(new)
+
+
+def _into_part(write: _Write, view: fx.Node, source: fx.Node, new: fx.Node) -> fx.Node:
+    """`view` is the real or the imaginary part of all numbers."""
+    val = source.meta["val"]
+    if not val.is_complex():
+        return new
+    part = int(_step(view) == "imag")
+    scattered = write._emit(aten.select_scatter.default, (write._pairs(source), new, val.ndim, part), write.node)
+    return write._emit(aten.view_as_complex.default, (scattered,), write.node)
 
 
 def _into_same(write: _Write, view: fx.Node, source: fx.Node, new: fx.Node) -> fx.Node:
@@ -259,6 +293,9 @@ SCATTERS: dict[str, Callable[[_Write, fx.Node, fx.Node, fx.Node], fx.Node]] = {
     "transpose": _into_transpose,
     "t": _into_transpose,
     "permute": _into_permute,
+    **dict.fromkeys(("real", "imag"), _into_part),
+    "view_as_real": _into_pairs,
+    "view_as_complex": _into_complex,
     **dict.fromkeys(("view", "_unsafe_view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"), _into_reshape),
     **dict.fromkeys(("alias", "detach", "detach_", "to", "contiguous", "view_as", "lift_fresh"), _into_same),
 }

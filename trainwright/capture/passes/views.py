@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from .common import Context, aten, calls, emit, is_call, operand, replace, shape
+from .common import Context, aten, calls, emit, is_call, operand, replace, shape, value_of_call
 
 RESHAPES = ("view", "_unsafe_view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "ravel")
 
@@ -32,11 +32,15 @@ def literal_expands(graph: fx.Graph, context: Context) -> None:
 
 
 def drop_contiguous(graph: fx.Graph, context: Context) -> None:
-    """Drop `contiguous` of what is contiguous, and where only reshapes read it, which copy when they must."""
-    del context
+    """Drop `contiguous` of what is contiguous, and where only reshapes read it that copy, or give the same strides, without it."""
+
+    def is_same(reshape: fx.Node, source: fx.Node) -> bool:
+        given = value_of_call(context, reshape.target, (source, *reshape.args[1:]), reshape.kwargs)  # type: ignore[arg-type]
+        return given.stride() == reshape.meta["val"].stride()
+
     for node in calls(graph, "contiguous"):
         source = operand(node)
         unchanged = node.meta["val"].stride() == source.meta["val"].stride()
         plain = not node.kwargs.get("memory_format") and len(node.args) == 1
-        if unchanged or (plain and all(is_call(user, "reshape") for user in node.users)):
+        if unchanged or (plain and all(is_call(user, "reshape") and is_same(user, source) for user in node.users)):
             replace(node, source)
