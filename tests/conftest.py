@@ -6,6 +6,7 @@ import gc
 import importlib
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -37,6 +38,9 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # And one thread computes for each, as for their ranks; tests of more set their number.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # A shell script's processes in the background ignore Ctrl-C, and so would the commands that tests interrupt.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     presets = importlib.import_module("trainwright.hardware.presets")
     presets.num_cores = lambda: 2
     presets.machine.cpu_flags = lambda: frozenset({"avx512f", "avx512_bf16"})

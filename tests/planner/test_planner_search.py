@@ -34,6 +34,7 @@ from trainwright.planner.search.aim import Search
 from trainwright.planner.search.answer import Answer, Infeasible
 from trainwright.planner.search.effort import GAP
 from trainwright.planner.search.fitting import Fitting
+from trainwright.planner.search.proposals import first_that_fits
 from trainwright.planner.search.solve import Least, Solver
 from trainwright.planner.search.two_stage import solve_two_stage
 from trainwright.planner.task import Place
@@ -609,18 +610,27 @@ def test_a_forbidden_sharding_is_not_proposed_again(place) -> None:
     assert (model.row_names, model.indices, model.starts) == before
 
 
-@pytest.fixture(scope="module")
-def one_by_one() -> tuple[Place, Answer]:
-    """A small model on devices that hide what travels, and its best plan one by one within a budget that binds."""
-    (found,) = task(tiny_program("gpt2-tiny"), "2xh100", mesh=(2,), budget_bytes=1_062_599).places
-    answer = found.solver.travelling("none").solve(found.settings("joint"))
+def slow_answer(place: Place) -> Answer:
+    """A plan that takes no search, as an answer of which little is proven within a budget that binds."""
+    known = first_that_fits(place, "joint", place.settings("joint"))
+    assert known is not None
+    return replace(known.bounded(0.9 * known.objective_s), row_budget=float(place.task.budget_bytes or 0))
+
+
+def test_shardings_that_are_good_one_by_one_are_proposed(place) -> None:
+    takes = lambda found: place.overlapped(found)[1].step_s  # noqa: E731
+    known = slow_answer(place)
+    found = guard.proposed_one_by_one(place.solver, place.settings("joint"), known, takes)
+    assert takes(found) < takes(known)
+    assert found.simulation.peak_bytes <= place.task.budget_bytes
+    assert guard.proposed_one_by_one(place.solver, place.settings("joint"), found, takes) is found
+
+
+@pytest.mark.slow  # searches one by one to their end
+def test_a_sharding_that_is_good_one_by_one_is_fitted_for_travel_further_ahead() -> None:
+    (place,) = task(tiny_program("gpt2-tiny"), "2xh100", mesh=(2,), budget_bytes=1_062_599).places
+    answer = place.solver.travelling("none").solve(place.settings("joint"))
     assert isinstance(answer, Answer)
-    assert answer.row_budget is not None
-    return found, answer
-
-
-def test_a_sharding_that_is_good_one_by_one_is_fitted_for_travel_further_ahead(one_by_one) -> None:
-    place, answer = one_by_one
     takes = lambda found: place.overlapped(found)[1].step_s  # noqa: E731
     known = answer.bounded(0.9 * answer.objective_s)
     found = guard.proposed_one_by_one(place.solver, place.settings("joint"), known, takes)
@@ -628,15 +638,14 @@ def test_a_sharding_that_is_good_one_by_one_is_fitted_for_travel_further_ahead(o
     assert found.decisions.overlap != "none"
     assert found.simulation.peak_bytes <= place.task.budget_bytes
     assert found.bound_s == pytest.approx(known.bound_s), "it proves nothing of other shardings"
-    assert guard.proposed_one_by_one(place.solver, place.settings("joint"), found, takes) is found
 
 
 @pytest.mark.parametrize(("gap", "proposes"), [(0.001, False), (0.3, True)])
-def test_they_are_proposed_where_little_is_proven_of_buckets(monkeypatch, one_by_one, gap, proposes) -> None:
-    place, answer = one_by_one
+def test_they_are_proposed_where_little_is_proven_of_buckets(monkeypatch, place, gap, proposes) -> None:
+    answer = slow_answer(place)
     asked = []
     monkeypatch.setattr(ways, "proposed_one_by_one", lambda *each: asked.append(each) or each[2])
-    monkeypatch.setattr(ways, "no_slower_than_known", lambda *_: answer.bounded((1 - gap) * answer.objective_s))
+    monkeypatch.setattr(Ways, "_solve", lambda *_: answer.bounded((1 - gap) * answer.objective_s))
     solve_on(place, "joint")
     assert bool(asked) == proposes
 
