@@ -520,6 +520,23 @@ def test_cache_is_switched_off_or_named() -> None:
         capture(model, {**batch, "use_cache": True})
 
 
+class Passing(nn.Module):
+    """Passes keywords on to a model of transformers, whose configuration it has."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.config = model, model.config
+
+    def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
+        return self.model(input_ids=input_ids, **kwargs)
+
+
+def test_cache_is_switched_off_where_the_forward_passes_keywords_on() -> None:
+    model, batch = zoo.build("gpt2-tiny")
+    model.config.use_cache = True
+    assert any("use_cache=False" in note for note in capture(Passing(model), batch).notes)
+
+
 def test_a_print_in_forward_does_not_reach_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
     class Talking(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

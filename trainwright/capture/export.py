@@ -192,7 +192,7 @@ def without_cache(model: nn.Module, batch: Any, notes: list[str]) -> Any:
     wants_cache = getattr(getattr(model, "config", None), "use_cache", False)
     if not wants_cache or not isinstance(batch, dict) or "use_cache" in batch:
         return batch
-    if "use_cache" not in private.parameter_names(model.forward):
+    if not {"use_cache", "**"} & set(private.parameter_names(model.forward)):
         return batch
     notes.append(
         "use_cache=False was added to the batch: the model's configuration turns on a cache that training lacks"
