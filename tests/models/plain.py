@@ -473,7 +473,7 @@ def build_spectral() -> tuple[nn.Module, Any]:
 
 
 class Modes(nn.Module):
-    """Writes into spectra: a slice and an element of complex zeros, real parts, and one by pairs of real numbers."""
+    """Writes into spectra: a slice and an element of complex zeros, parts, and by pairs of real numbers of other strides."""
 
     def __init__(self, size: int = 8, modes: int = 3) -> None:
         super().__init__()
@@ -493,8 +493,16 @@ class Modes(nn.Module):
         torch.view_as_real(out)[:, 2:, 0, 0] += 1
         pairs = hidden.contiguous().clone().unflatten(-1, (-1, 2))
         torch.view_as_complex(pairs)[:, :, 0] *= 1j
+        halves = hidden.transpose(1, 2).unflatten(-1, (2, 4))
+        whole, parts = torch.zeros(*x.shape[:2], 2, dtype=torch.cfloat), torch.zeros(*x.shape[:2], 2, 2)
+        torch.view_as_real(whole).copy_(halves[..., 1:3])
+        numbers = torch.view_as_complex(parts)
+        parts.copy_(halves[..., :2].contiguous().mT)
+        numbers[..., 0] *= 1j
         hidden = hidden + F.gelu(torch.fft.irfft(out, n=hidden.shape[-1])) + pairs.flatten(-2)
-        return ((self.outer(hidden.transpose(1, 2)) - target) ** 2).mean()
+        return (
+            ((self.outer(hidden.transpose(1, 2)) - target) ** 2).mean() + (whole * numbers).real.mean() + parts.mean()
+        )
 
 
 def build_modes() -> tuple[nn.Module, Any]:

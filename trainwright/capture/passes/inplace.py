@@ -138,18 +138,32 @@ class _Write:
             new = self._emit(aten.expand.default, (new, list(shape(operand))), self.node)
         return new
 
-    def into_dim(self, target: Callable[..., Any], source: fx.Node, new: fx.Node, dim: int, *where: Any) -> fx.Node:
+    def _scatter_along(
+        self, target: Callable[..., Any], source: fx.Node, new: fx.Node, dim: int, *where: Any
+    ) -> fx.Node:
         """Emit a scatter into a dimension of `source`; complex numbers as pairs of real ones, which torch differentiates."""
         if not source.meta["val"].is_complex():
             return self._emit(target, (source, new, dim, *where), self.node)
         pairs = [self._pairs(each) for each in (source, new)]
-        scattered = self._emit(target, (*pairs, dim % source.meta["val"].ndim, *where), self.node)
-        return self._emit(aten.view_as_complex.default, (scattered,), self.node)
+        return self._complex(self._emit(target, (*pairs, dim % source.meta["val"].ndim, *where), self.node))
 
     def _pairs(self, number: fx.Node) -> fx.Node:
         if number.meta["val"].is_conj():  # a mark on memory that holds other numbers
             number = self._emit(aten.clone.default, (number,), self.node)
         return self._emit(aten.view_as_real.default, (number,), self.node)
+
+    def _complex(self, pairs: fx.Node) -> fx.Node:
+        return self._emit(aten.view_as_complex.default, (self._adjacent(pairs),), self.node)
+
+    def _adjacent(self, pairs: fx.Node) -> fx.Node:
+        """The pairs, copied where what was written has strides that complex numbers cannot have."""
+        val = pairs.meta["val"]
+        *outer, last = val.stride()
+        if last == 1 and not any(distance % 2 for distance in (*outer, val.storage_offset())):
+            return pairs
+        copied = self._emit(aten.contiguous.default, (pairs,), self.node)
+        self.views.add(copied)  # later writes go on to the pairs
+        return copied
 
     def _scatter(self, chain: list[fx.Node], new: fx.Node) -> fx.Node:
         """Carry the new value back to the owner of the memory, view by view."""
@@ -172,6 +186,8 @@ class _Write:
             operand = alias.args[0]
             assert isinstance(operand, fx.Node)
             parent = self._renew(operand, renewed)
+            if _step(alias) == "view_as_complex":
+                parent = self._adjacent(parent)
             renewed[alias] = self._emit(alias.target, (parent, *alias.args[1:]), alias, **alias.kwargs)  # type: ignore[arg-type]
             self.views.add(renewed[alias])
         return renewed[alias]
@@ -210,14 +226,14 @@ def _step(view: fx.Node) -> str:
 
 def _into_slice(write: _Write, view: fx.Node, source: fx.Node, new: fx.Node) -> fx.Node:
     named = bound(view)
-    return write.into_dim(
+    return write._scatter_along(
         aten.slice_scatter.default, source, new, named["dim"], named["start"], named["end"], named["step"]
     )
 
 
 def _into_select(write: _Write, view: fx.Node, source: fx.Node, new: fx.Node) -> fx.Node:
     named = bound(view)
-    return write.into_dim(aten.select_scatter.default, source, new, named["dim"], named["index"])
+    return write._scatter_along(aten.select_scatter.default, source, new, named["dim"], named["index"])
 
 
 def _into_diagonal(write: _Write, view: fx.Node, source: fx.Node, new: fx.Node) -> fx.Node:
@@ -232,10 +248,10 @@ def _into_piece(write: _Write, view: fx.Node, source: fx.Node, new: fx.Node) -> 
     index: Any = view.args[1]
     dim = bound(split)["dim"]
     if is_call(split, "unbind"):
-        return write.into_dim(aten.select_scatter.default, source, new, dim, index)
+        return write._scatter_along(aten.select_scatter.default, source, new, dim, index)
     sizes = [piece.shape[dim] for piece in split.meta["val"]]
     start = sum(sizes[:index])
-    return write.into_dim(aten.slice_scatter.default, source, new, dim, start, start + sizes[index])
+    return write._scatter_along(aten.slice_scatter.default, source, new, dim, start, start + sizes[index])
 
 
 def _into_reshape(write: _Write, view: fx.Node, source: fx.Node, new: fx.Node) -> fx.Node:
@@ -256,7 +272,7 @@ def _into_permute(write: _Write, view: fx.Node, source: fx.Node, new: fx.Node) -
 
 def _into_pairs(write: _Write, view: fx.Node, source: fx.Node, new: fx.Node) -> fx.Node:
     del view, source
-    return write._emit(aten.view_as_complex.default, (new,), write.node)
+    return write._complex(new)
 
 
 def _into_complex(write: _Write, view: fx.Node, source: fx.Node, new: fx.Node) -> fx.Node:
@@ -270,8 +286,8 @@ def _into_part(write: _Write, view: fx.Node, source: fx.Node, new: fx.Node) -> f
     if not val.is_complex():
         return new
     part = int(_step(view) == "imag")
-    scattered = write._emit(aten.select_scatter.default, (write._pairs(source), new, val.ndim, part), write.node)
-    return write._emit(aten.view_as_complex.default, (scattered,), write.node)
+    args = (write._pairs(source), new, val.ndim, part)
+    return write._complex(write._emit(aten.select_scatter.default, args, write.node))
 
 
 def _into_same(write: _Write, view: fx.Node, source: fx.Node, new: fx.Node) -> fx.Node:
