@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 _TINY = {
     "vocab_size": 331, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -62,3 +63,28 @@ def build(
                 random = torch.randn(parameter.shape, generator=draw, dtype=torch.float64)
                 parameter.copy_(1.0 + 0.1 * random if norm else 0.05 * random)
     return model.train(), {"input_ids": ids, "labels": ids.clone()}
+
+
+class Dense(nn.Module):
+    """A mixture of experts as one writes it by hand: every expert sees every token, and the router weighs them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(32, 4, bias=False)
+        self.up = nn.Parameter(torch.randn(4, 32, 64) / 6)
+        self.down = nn.Parameter(torch.randn(4, 64, 32) / 8)
+        self.head = nn.Linear(32, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        probabilities = self.gate(x).softmax(-1)
+        weight, chosen = probabilities.topk(2, -1)
+        routed = torch.zeros_like(probabilities).scatter(-1, chosen, weight)
+        routed = routed / routed.sum(-1, keepdim=True)
+        inner = F.silu(torch.einsum("btd,edh->bteh", x, self.up))
+        out = torch.einsum("bteh,ehd,bte->btd", inner, self.down, routed)
+        balance = (probabilities.mean((0, 1)) * (routed > 0).float().mean((0, 1))).sum()
+        return F.cross_entropy(self.head(out.mean(1)), y) + 0.04 * balance
+
+
+def build_dense() -> tuple[nn.Module, dict[str, Tensor]]:
+    return Dense(), {"x": torch.randn(8, 12, 32), "y": torch.randint(5, (8,))}

@@ -10,7 +10,7 @@ import pytest
 
 from tests.builders import blocks_program, question, task, tiny_program
 from tests.grids import slow_but
-from tests.models import gnn, unet
+from tests.models import experts, gnn, unet
 from trainwright.artifacts import Plan, Refusal, SolverInfo, parse_bytes
 from trainwright.capture.cached import cached_capture
 from trainwright.models import zoo
@@ -172,6 +172,23 @@ def test_a_step_is_no_slower_with_more_memory() -> None:
     assert plans[1].predicted.step_s <= plans[0].predicted.step_s * (1 + GAP)
     assert plans[1].predicted.step_s < without.predicted.step_s
     assert all(plan.offload is not None and plan.predicted.peak_bytes <= plan.budget_bytes for plan in plans)
+
+
+@pytest.mark.slow  # test_planner_waits.py holds the objective, by which this is proven, against the price
+def test_without_a_limit_no_plan_is_slower_than_one_within_less_memory() -> None:
+    """Whole weights were taken for the fastest, since what a region of split ones hides was counted as exposed."""
+    program = build_program(cached_capture(*experts.build_dense()))
+    free = make_plan(**question(program, "2x2xh100", mesh=(2, 2), budget_bytes=None))
+    for share in (0.95, 0.7):
+        budget = int(share * free.predicted.peak_bytes)
+        plan = make_plan(**question(program, "2x2xh100", mesh=(2, 2), budget_bytes=budget, time_limit_s=10.0))
+        assert free.predicted.step_s <= plan.predicted.step_s * (1 + GAP)
+    # split from the start, less is sent and part of it hidden: 2 % of a step
+    assert (
+        free.predicted.step_s
+        < 0.98
+        * make_plan(**question(program, "2x2xh100", mesh=(2, 2), budget_bytes=None), solver="ddp").predicted.step_s
+    )
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from ..program.decisions import OVERLAPS
 from .costs.price import Price
 from .incumbent import Found, Incumbent
-from .model.hidden import EXPOSED
+from .model.hidden import EXPOSED_WITHIN
 from .model.outcome import Outcome
 from .problem.recipes import restriction
 from .search.answer import Answer, Infeasible, Settings
@@ -353,4 +353,4 @@ class Ways(Space):
 def _delta(answer: Answer, price: Price) -> float:
     """Return the share of parameters on their way that a step exposes, by the price of an answer."""
     missed_s = price.step_s - answer.objective_s
-    return EXPOSED + (1 - EXPOSED) * missed_s / (price.hidden_comm_s + missed_s)
+    return EXPOSED_WITHIN + (1 - EXPOSED_WITHIN) * missed_s / (price.hidden_comm_s + missed_s)

@@ -14,7 +14,7 @@ set out together:
     a gradient   shares a flat buffer with those that take the same collectives, of one type         `reduction_key`
     a buffer     takes gradients of one region up to a limit, of several up to a smaller one         `has_room`
     early        of several steps, the first collective is under way while something is computed     `issued_step`
-    exposed      what the first region gathers, and the last buffer of the backward                  `last_buffer_share`
+    last         the last buffer of the sums that stay whole, with nothing left to compute behind it `last_buffer_share`
     held         a buffer is whole from its first gradient on, and holds its share of all            `held_share`
 
 Each overlap holds more memory than the one before: `buckets` a region's gradients before they are reduced, `ahead` the

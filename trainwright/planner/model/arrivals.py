@@ -1,64 +1,72 @@
-"""What a region waits for of what it gathers and reduces, where both begin and end within the region (`buckets`).
+"""What a step waits for of what is on its way: rows that follow one link's clock through a region.
 
-Gathers are issued where the region begins, one after the other in the order of their readers, and each is waited for where it
-is read: a reader at p for those of all readers up to p over the same link, while the ops before p compute.
+Where the gathers and reductions of a region begin and end within it (`buckets`), gathers are issued where the region begins, one
+after the other in the order of their readers, and each is waited for where it is read; a gradient is reduced as soon as it is
+made, and waited for where the region's backward ends. Both have one recursion, since each is the other in reverse:
 
-    E ≥ Σ {gathers read up to p} − K_p           for every reader p
-    K_p ≤ K_q + Σ {seconds of the ops from q to p} · x          q: the reader before p
+    X_p ≥ X_q + T_p − Σ {seconds of the ops between p and the place before it} · x         X ≥ 0; q: the place behind p
 
-E are the seconds that one region waits. The backward is the same in reverse: a gradient is reduced as soon as it is made, and
-the ops before its reader are those whose backward is yet to run. Gradients that share a buffer leave with the last of them to
-be made, which is that of their first reader:
+X_p are the seconds that are waited for what is read at p and behind it, T_p the seconds on the link of what is read at p. What the
+region waits is X at its first place.
 
-    E ≥ Σ {reductions of the buffer} + Σ {others, read up to p} − K_p − M · (1 − f_p)           for every member p
+Gathers that one collective joins pay its latency once, where the first is read; gradients that share a buffer leave with the last
+of them to be made, which is that of their first reader. Of those, T is what A rises by:
 
-Gradients that stay whole share one bucket for the whole step. The last buffer, a share s of them, is waited for at its end:
+    A_p ≥ Σ {joined, read up to p}                                  and the latency, if one of them is
+    A_p ≥ Σ {all that share the buffer} − M · (1 − f_p)             for every member p
 
-    E ≥ s · Σ {sums} − K_p − M · (1 − f_p)           for every member p, with K_p from the first region on
+An exchange goes over its link behind all that is on its way there, and what runs after it hides none of that. In the forward, that
+is all that the region gathers; in the backward, what has left by then, and it is waited for once:
 
-An exchange g in the backward goes over its link behind all that is on its way there. What runs after it hides none of that:
+    forward      X_q ≥ Σ {gathers read at q and behind it} − M · (1 − g)
+    backward     V_q ≥ X_q − M · (1 − g),     X_q − V_q in place of X_q before it,     X + Σ V is waited
 
-    K_q ≤ M · (1 − g)           q: where the exchange is
+What is copied, and exchanges over other links, hide a collective as computation does. Several links have an X each, and one V. What
+is not issued early of a reshard runs when it is waited for, behind all that is on its way on its link.
 
-Exchanges over other links hide a collective, and count as computation.
+Where parameters travel a region ahead, what a region gathers is waited for in the next, and only its exchanges wait for what is on
+its way: in the forward for what the next region gathers, in the backward for what is reduced. The first region has nothing before
+it: there its own gathers are waited for where they are read, and its reductions where the backward ends.
+
+Gradients that stay whole share one bucket for the whole step. Of them the last buffer, a share of all, is followed from where it
+leaves to the end of the backward, together with what the first region reduces (`add_last_waits`). `events` says what happens where.
 """
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any
 
 from ...program.blocks import RegionClass
-from ...program.layout import Layout
-from ...program.transition import gradient_layout, transition
-from ...rank.travel import last_buffer_share, regions_ahead
-from ..problem.problem import Problem, Use, Want
-from .joined import Leg
+from ...rank.travel import regions_ahead
+from ..problem.problem import Use
+from .events import (
+    BACKWARD,
+    BEGIN,
+    FORWARD,
+    Events,
+    Exchange,
+    Moment,
+    Place,
+    Trip,
+    before,
+    has_links,
+    moved,
+)
 from .milp import Model, Terms
-from .sharding import Sharding, flow_s, has_one_want
+from .sharding import Sharding
 
-WAITS = "what a region waits for"
-NEAR_END = 2
-"""A step's end waits for sums that leave in the backward of so many regions; what leaves sooner, a whole region hides."""
-_Place = tuple[int, int]
-"""A region, in the order of the forward, and a position in it."""
-_Moment = tuple[_Place, int, float]
-"""Where something runs, the column that chooses it, and what it takes, in units of `unit_s`."""
-
-
-@dataclass(frozen=True)
-class _Exchange:
-    """An exchange in the backward, which goes over its links behind all that is on its way there."""
-
-    place: _Place
-    is_behind: bool
-    """True if the gradient of what is read there is on its way by then."""
-    links: frozenset[int]
-    columns: tuple[int, ...]
-    """Those of which one chooses it."""
+WAITS = "what is waited for"
+_ROOM = 1.001
+"""So much wider is a bound, so that no optimum is held by it."""
+_FEW = 4
+"""A sum of so many terms is written out wherever it stands."""
+_FEW_OF = 3
+"""Regions are not followed of which a class has so many times as many that read alike: E is no more than is waited."""
 
 
 @dataclass(eq=False)
@@ -68,126 +76,139 @@ class Waits:
     column: int
     floors: list[tuple[int, Terms]] = field(default_factory=list)
     """The rows column ≥ Σ terms, with the terms."""
-    sums: list[tuple[int, tuple[Terms, ...]]] = field(default_factory=list)
-    """The columns that stand in those rows, in order, each with the sums of which it is the least."""
+    parts: list[tuple[int, tuple[Terms, ...]]] = field(default_factory=list)
+    """The columns that stand in those rows, in order, each with the sums of which, and of 0, it is the largest."""
 
     def add_floor(self, model: Model, name: str, terms: Terms) -> None:
         """Add the row that holds the column at the sum of `terms` or above."""
         self.floors.append((model.row(name, [*terms, (self.column, -1.0)], upper=0.0), terms))
 
-    def add_computed(self, model: Model, *sums: Terms) -> int:
-        """Add a column K, which is no more than each of `sums`, and return it."""
-        column = model.column()
-        self.sums.append((column, sums))
+    def largest(self, model: Model, *sums: Terms, most: float = math.inf) -> Terms:
+        """Return the largest of 0 and some sums, as a column that is no less than each; `most` is more than all of them."""
+        column = model.column(most)
+        self.parts.append((column, sums))
         for terms in sums:
-            model.row(WAITS, [(column, -1.0), *terms], lower=0.0)
-        return column
-
-    def add_travelling(self, model: Model, terms: Terms) -> int:
-        """Add a column of seconds on their way, which is no less than the sum of `terms`, and return it."""
-        column = model.column()
-        self.sums.append((column, (terms,)))
-        model.row(WAITS, [(column, -1.0), *terms], upper=0.0)
-        return column
+            model.row(WAITS, [(column, -1.0), *terms], upper=0.0)
+        return [(column, 1.0)]
 
 
 @dataclass(frozen=True)
-class _Trip:
-    """One direction of a reshard that a column chooses."""
+class _Kind:
+    """The regions of a class that read alike, so that all of them wait alike."""
 
-    place: _Place
-    """Where the parameter is first read."""
-    served: Any
-    """Whom it serves: of all trips that serve the same, one is chosen at most."""
-    column: int
-    leg: Leg
-    unit_s: float
-    count: int = 1
-
-    @property
-    def key(self) -> Any:
-        """Return the collective that it joins, or None."""
-        return self.leg.join and self.leg.join.key
-
-    @property
-    def early(self) -> float:
-        return self.count * self.leg.early_s / self.unit_s
-
-    @property
-    def late(self) -> float:
-        return self.count * self.leg.late_s / self.unit_s
-
-    @property
-    def latency(self) -> float:
-        return self.leg.early * self.leg.join.latency_s / self.unit_s if self.leg.join else 0.0
-
-    @property
-    def buffer_share(self) -> float:
-        """Return the share of a buffer that it fills."""
-        return self.leg.join.share if self.leg.join else 0.0
+    region_class: RegionClass
+    uses: tuple[Use, ...]
+    """What each reads."""
+    is_whole: bool = True
+    """True if what it gathers and reduces begins and ends within it."""
+    following: tuple[Use, ...] = ()
+    """The parameters of the region behind, whose gathers begin here."""
 
 
-def add_waits(model: Model, problem: Problem, sharding: Sharding, phase: int) -> list[tuple[Waits, int]]:
-    """Add the columns and rows of phase 0, the forward, or 1, the backward; return those of each class, with its count."""
-    if regions_ahead(sharding.joined.travel):
-        return []
+def add_waits(model: Model, events: Events, phase: int, exchanges_wait: bool = True) -> list[tuple[Waits, int]]:
+    """Add the columns and rows of `FORWARD` or `BACKWARD`; return those of all regions that wait alike, with their number.
+
+    The backward of the first region is left to `add_last_waits`. exchanges_wait: those of the forward wait for gathers.
+    """
     found = []
-    for region_class in problem.program.classes:
-        trips = list(_trips(sharding, region_class, phase))
-        if trips:
-            moments = _moments(problem, sharding, region_class, phase)
-            if has_links(problem):
-                moments += [(trip.place, trip.column, trip.late) for trip in trips]
-            exchanges = list(_late_exchanges(problem, sharding, region_class)) if phase else []
-            waits = _waits(model, trips, moments, exchanges, _buffers(trips) if phase else {})
-            found.append((waits, region_class.multiplicity))
+    for kind, count in _kinds(events, phase).items():
+        # those of a region that nothing precedes are waited for in it; in the backward, exchanges wait for any region's
+        legs = events.trips(kind.uses, phase) if kind.is_whole or phase == BACKWARD else []
+        trips = [trip for trip in legs if trip.leg.early]
+        ahead = [trip for trip in events.trips(kind.following, phase) if trip.leg.early] if phase == FORWARD else []
+        if trips or ahead:
+            waits = Waits(model.column())
+            moments, exchanges = _late(legs, phase)
+            moments += events.moments(kind.uses, kind.region_class, phase)
+            exchanges += events.exchanges(kind.uses, kind.region_class, phase)
+            if phase == FORWARD and not exchanges_wait:
+                exchanges = []
+            clock = _Clock(model, waits, phase, trips, moments, exchanges)
+            for waited in clock.forward(ahead) if phase == FORWARD else clock.backward(kind.is_whole):
+                waits.add_floor(model, WAITS, waited)
+            found.append((waits, count))
     return found
 
 
-def _waits(
-    model: Model, trips: Sequence[_Trip], moments: Sequence[_Moment], exchanges: Sequence[_Exchange],
-    buffers: Mapping[Any, Sequence[_Trip]],
-) -> Waits:  # fmt: skip
-    waits, one = Waits(model.column()), model.one()
-    for link in dict.fromkeys(trip.leg.link for trip in trips):
-        taken = [trip for trip in trips if trip.leg.link == link]
-        keys = [key for key in dict.fromkeys(trip.key for trip in taken) if key in buffers]
-        together = {key: waits.add_travelling(model, _seconds(buffers[key])) for key in keys}
-        sooner: dict[Any, Terms] = defaultdict(list)
-        for place, computed in _computed(model, waits, one, taken, moments, exchanges):
-            here = [trip for trip in taken if trip.place == place]
-            for key in dict.fromkeys(trip.key for trip in here):
-                added = _seconds(trip for trip in here if trip.key == key)
-                sooner[key] = [(waits.add_travelling(model, [*sooner[key], *added]), 1.0)]
-            for latency in _latencies(here):
-                waits.add_floor(model, WAITS, [*chain.from_iterable(sooner.values()), *latency, (computed, -1.0)])
-            for key in dict.fromkeys(trip.key for trip in here if trip.key in buffers):
-                others = [term for other, terms in sooner.items() if other != key for term in terms]
-                for leaving in _leaving(buffers[key], together[key], place, one):
-                    waits.add_floor(model, WAITS, [*leaving, *others, (computed, -1.0)])
-    return waits
+def add_last_waits(model: Model, events: Events) -> tuple[Waits, Waits]:
+    """Add the columns and rows of what is waited because of gradients that stay whole, and of those that the first region reduces.
+
+    Return what all of the backward waits because of them, and what the first region does, with which the backward ends. The two
+    are the same where all collectives go over one link.
+    """
+    first = events.problem.program.regions[0]
+    legs = [moved(trip, first) for trip in events.trips(events.uses(first), BACKWARD)]
+    sums = events.sums()
+    everywhere = Waits(model.column())
+    at_end = Waits(model.column()) if has_links(events.problem) else everywhere
+    moments, exchanges = events.whole_backward({first.index, *(trip.place[0] for trip in sums)})
+    trips = [*(trip for trip in legs if trip.leg.early), *sums]
+    last = frozenset(trip.key for trip in sums)
+    clock = _Clock(model, everywhere, BACKWARD, trips, moments, exchanges, last, events.sharding)
+    late = [*_late(legs, BACKWARD)[0], *_late_sums(clock, sums)]
+    clock.moments = [*late, *clock.moments]  # all at the very end of the backward
+    for waited, ending in clock.backward_of(first.index):
+        everywhere.add_floor(model, WAITS, [*waited, *ending])
+        if at_end is not everywhere:
+            at_end.add_floor(model, WAITS, ending)
+    return everywhere, at_end
 
 
-def add_sum_waits(model: Model, problem: Problem, sharding: Sharding) -> Iterator[tuple[Waits, int]]:
-    """Add the columns and rows of the gradients that stay whole; yield those of each collective, with the link that it takes."""
-    by_key: dict[Any, list[_Trip]] = defaultdict(list)
-    for leg, served, column, count in sharding.joined.sums:
-        by_key[leg.join and leg.join.key].append(
-            _Trip(_first_place(problem, served), _served(sharding, served), column, leg, problem.unit_s, count)
-        )
-    behind = _behind(problem, sharding)
-    share = last_buffer_share(sum(decision.count * max(decision.rest_bytes) for decision in problem.params))
-    for trips in by_key.values():
-        waits, one = Waits(model.column()), model.one()
-        serving = _serving(sharding, trips, one)
-        together = waits.add_travelling(model, [(trip.column, share * trip.early) for trip in trips])
-        for place, computed in _computed(model, waits, one, trips, *behind):
-            for leaving in _leaving(trips, together, place, one, share, serving):
-                waits.add_floor(model, WAITS, [*leaving, (computed, -1.0)])
-        yield waits, trips[0].leg.link
+def _kinds(events: Events, phase: int) -> dict[_Kind, int]:
+    """Return how many regions there are of each kind, in the backward without the first."""
+    regions, joined = events.problem.program.regions, events.sharding.joined
+    found: dict[_Kind, int] = defaultdict(int)
+    for region, following in zip(regions, [*regions[1:], None]):
+        if region is regions[0] and phase == BACKWARD:
+            continue
+        kind = _Kind(region.region_class, events.uses(region))
+        if regions_ahead(joined.travel):
+            behind = () if following is None or phase == BACKWARD else events.uses(following)
+            params = tuple(use for use in behind if use.source.is_param)
+            kind = replace(kind, is_whole=region is regions[0], following=params)
+        found[kind] += 1
+    most = {
+        kind.region_class: max(found[other] for other in found if other.region_class is kind.region_class)
+        for kind in found
+    }
+    return {kind: count for kind, count in found.items() if count * _FEW_OF >= most[kind.region_class]}
 
 
-def _serving(sharding: Sharding, trips: Sequence[_Trip], one: int) -> dict[Any, Terms]:
+def _late(trips: Iterable[Trip], phase: int) -> tuple[list[Moment], list[Exchange]]:
+    """Return what of reshards is not issued early, and runs when it is waited for."""
+    moments: list[Moment] = []
+    exchanges: list[Exchange] = []
+    for trip in (trip for trip in trips if trip.late):
+        links = trip.leg.late_links
+        if phase == BACKWARD:  # all is waited for at the end, what was issued last first
+            moments.append(Moment(BEGIN, trip.column, trip.late, links | {trip.leg.link}))
+            continue
+        moments.append(Moment(before(trip.place), trip.column, trip.lead))
+        moments.append(Moment(trip.place, trip.column, trip.late - trip.lead, links))
+        if links:
+            exchanges.append(Exchange(trip.place, links, (trip.served, "late"), (trip.column,)))
+    return moments, exchanges
+
+
+def _late_sums(clock: _Clock, sums: Sequence[Trip]) -> Iterator[Moment]:
+    """Yield what of sums is not issued early: where there are others, it may hide those that are waited for after it."""
+    by_key = _by_key(sums)
+    for key, trips in by_key.items():
+        links, latency = trips[0].leg.late_links, max(trip.late_latency for trip in trips)
+        late = [(trip.column, trip.late) for trip in trips if trip.late]
+        most = latency + _most(trips, lambda trip: trip.late)
+        if not most:
+            continue
+        # one latency, unless none of them is chosen
+        none = clock.waits.largest(clock.model, [(clock.one, latency), *((trip.column, -latency) for trip in trips)])
+        late += [(clock.one, latency), *_minus(none)]
+        others = [(trip.column, -most) for other, found in by_key.items() if other != key for trip in found]
+        alone = clock.waits.largest(clock.model, [*late, *others])
+        for column, seconds in (*late, *_minus(alone)):
+            yield Moment(BEGIN, column, seconds, links)
+
+
+def _serving(sharding: Sharding, trips: Sequence[Trip], one: int) -> dict[Any, Terms]:
     """Return for each region's reader of what is tied the terms that are 1 where it reads the one copy of several regions."""
     copies: dict[Any, Terms] = defaultdict(list)
     for trip in trips:
@@ -201,50 +222,188 @@ def _serving(sharding: Sharding, trips: Sequence[_Trip], one: int) -> dict[Any, 
     return found
 
 
-def _computed(
-    model: Model, waits: Waits, one: int, trips: Sequence[_Trip], moments: Sequence[_Moment],
-    exchanges: Sequence[_Exchange],
-) -> Iterator[tuple[_Place, int]]:  # fmt: skip
-    """Yield each place where a trip over one link is read, with its column K; of a whole step, those near its end."""
-    places = {trip.place for trip in trips if trip.place[0] < NEAR_END}
-    most = _most(trips, lambda trip: trip.early + trip.latency)
-    stops: dict[tuple[_Place, bool], list[Terms]] = defaultdict(list)
-    for exchange in exchanges:
-        if trips[0].leg.link in exchange.links and any(exchange.place <= place for place in places):
-            terms = [(one, most), *((column, -most) for column in exchange.columns)]
-            stops[exchange.place, exchange.is_behind].append(terms)
-    begin = (-1, 0)
-    before: Terms = []
-    for place in sorted({*places, *(place for place, _ in stops)}):
-        sums: dict[int, float] = defaultdict(float)
-        for moment, column, seconds in moments:
-            if begin <= moment < place:
-                sums[column] += seconds
-        computed = waits.add_computed(model, [*before, *sums.items()], *stops[place, True])
-        if place in places:
-            yield place, computed
-        if stops[place, False]:
-            computed = waits.add_computed(model, [(computed, 1.0)], *stops[place, False])
-        begin, before = place, [(computed, 1.0)]
+@dataclass(eq=False)
+class _Clock:
+    """Follows the clocks of the links through a region, or through the whole backward."""
+
+    model: Model
+    waits: Waits
+    phase: int
+    trips: Sequence[Trip]
+    moments: Sequence[Moment]
+    exchanges: Sequence[Exchange]
+    sums: frozenset[Any] = frozenset()
+    """The collectives of sums that stay whole, of which `count` has the share that leaves last."""
+    sharding: Sharding | None = None
+    """The sharding, where there are such sums."""
+    one: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.one = self.model.one()
+        self.moments = sorted(self.moments, key=lambda moment: moment.place)
+
+    def forward(self, ahead: Sequence[Trip] = ()) -> Iterator[Terms]:
+        """Yield for each link terms whose sum is waited at least; `ahead` begin with the region, and are not read in it."""
+        for link in dict.fromkeys(trip.leg.link for trip in (*self.trips, *ahead)):
+            trips, coming = ([trip for trip in each if trip.leg.link == link] for each in (self.trips, ahead))
+            taken, going = self._taken(trips), self._going(link)
+            here: Terms = []
+            behind = self._sum(self._all(coming))
+            places = sorted({*taken, *going}, reverse=True)
+            for place, lower in zip(places, [*places[1:], BEGIN]):
+                here, behind = [*here, *taken.get(place, [])], self._sum([*behind, *taken.get(place, [])])
+                if place in going and behind:
+                    most = self._most([*coming, *(trip for trip in trips if trip.place >= place)])
+                    sums = [here] if here else []
+                    here = self.waits.largest(self.model, *sums, *self._where(going[place], behind, most))
+                here = self._left(here, link, lower, place)
+            if here:
+                yield here
+
+    def backward(self, ends: bool = True) -> Iterator[Terms]:
+        """Yield terms whose sum is waited at least; ends: what is on its way is waited for where the backward ends."""
+        return (terms for _, terms in self.backward_of(0, ends))
+
+    def backward_of(self, region: int, ends: bool = True) -> Iterator[tuple[Terms, Terms]]:
+        """Yield terms whose sum is waited at least: those before a region's backward, and those in it and at its end."""
+        links = dict.fromkeys(trip.leg.link for trip in self.trips)
+        taken = {link: self._taken([trip for trip in self.trips if trip.leg.link == link]) for link in links}
+        going = {link: self._going(link) for link in links}
+        here: dict[int, Terms] = {link: [] for link in links}
+        sooner: Terms = []
+        waited: Terms = []
+        places = sorted({place for link in links for place in (*taken[link], *going[link])}, reverse=True)
+        for place, lower in zip(places, [*places[1:], BEGIN]):
+            stops: list[Terms] = []
+            for link in links:
+                here[link] = [*here[link], *taken[link].get(place, [])]
+                if place in going[link] and here[link]:
+                    most = self._most(trip for trip in self.trips if trip.leg.link == link and trip.place >= place)
+                    stops += self._where(going[link][place], here[link], most)
+            if stops:
+                stopped = self.waits.largest(self.model, *stops)
+                (waited if place[0] == region else sooner).extend(stopped)
+                here = {link: [*terms, *_minus(stopped)] if terms else [] for link, terms in here.items()}
+            here = {link: self._left(terms, link, lower, place) for link, terms in here.items()}
+        ending = [terms for terms in here.values() if terms] if ends else []
+        yield from ((sooner, [*waited, *terms]) for terms in ending)
+        if (waited or sooner) and not ending:
+            yield sooner, waited
+
+    def _left(self, terms: Terms, link: int, begin: Place, end: Place) -> Terms:
+        """Return what is left of the terms when all between two places is computed, the later place first."""
+        hidden: dict[int, float] = defaultdict(float)
+        first, last = (bisect_left(self.moments, place, key=lambda moment: moment.place) for place in (begin, end))
+        for moment in self.moments[first:last] if terms else ():
+            if link not in moment.links:
+                hidden[moment.column] -= moment.seconds
+        return self.waits.largest(self.model, [*terms, *hidden.items()]) if hidden or len(terms) > 1 else terms
+
+    def _taken(self, trips: Iterable[Trip]) -> dict[Place, Terms]:
+        """Return by place what is on the link of what is read there, of the places that are followed."""
+        found: dict[Place, Terms] = defaultdict(list)
+        for key, joined in _by_key(trips).items():
+            if key is None:
+                for trip in joined:
+                    found[trip.place] += _seconds([trip])
+            else:
+                before: Terms = []
+                for place, arrived in self._arrived(joined):
+                    found[place] += [*arrived, *_minus(before)]
+                    before = arrived
+        return dict(found)
+
+    def _arrived(self, trips: Sequence[Trip]) -> Iterator[tuple[Place, Terms]]:
+        """Yield, for each place, what is on the link of what joins one collective and is read there or before."""
+        is_sum, is_alone = trips[0].key in self.sums, trips[0].leg.join is None
+        shares_buffer = self.phase == BACKWARD and _most(trips, lambda trip: trip.buffer_share) <= 1.0
+        is_one = is_sum or is_alone or shares_buffer
+        serving = {} if self.sharding is None or not is_sum else _serving(self.sharding, trips, self.one)
+        together = self._sum(_seconds(trips)) if is_one else []
+        latency, most = max(trip.latency for trip in trips), self._most(trips)
+        # what leaves later than it does would dodge an exchange
+        stops = self.phase == BACKWARD and any(trips[0].leg.link in exchange.links for exchange in self.exchanges)
+        sooner: Terms = []
+        arrived: Terms = []
+        for place in sorted({trip.place for trip in trips}):
+            here = [trip for trip in trips if trip.place == place]
+            copies = {trip.served: self._chosen(trip.served, here) for trip in here}
+            seconds = _seconds(trip for trip in here if trip.count)
+            sums: list[Terms] = [arrived] if arrived else []
+            if not is_sum:
+                sooner = self._sum([*sooner, *seconds])
+                sums += [[*sooner, *_times(latency, chosen)] for chosen in copies.values()] if latency else [sooner]
+            if self.phase == FORWARD and not is_one:
+                sums.append([*arrived, *seconds])
+            if is_one:
+                for served, chosen in copies.items():
+                    terms = _times(most, [*chosen, *serving.get(served, [])])
+                    sums.append([*together, *terms, (self.one, latency - most)])
+            wanted = (terms for terms in sums if terms)
+            before, arrived = arrived, self.waits.largest(self.model, *wanted, most=_ROOM * most)
+            if stops:
+                lent = [(column, 1.0) for served in copies for column, weight in serving.get(served, []) if weight > 0]
+                self.model.row(WAITS, [*arrived, *_minus(before), *_times(-most, [*_ones(here), *lent])], upper=0.0)
+            yield place, arrived
+        if stops:
+            self.model.row(WAITS, [*arrived, *_minus(self._sum(_seconds(trips)))], upper=latency)
+
+    def _all(self, trips: Iterable[Trip]) -> Iterator[tuple[int, float]]:
+        """Yield what is on the link of all trips together."""
+        for joined in _by_key(trip for trip in trips if trip.count).values():
+            seconds, latency = _seconds(joined), max(trip.latency for trip in joined)
+            if latency:
+                together = self._sum(seconds)
+                copies = {trip.served: _ones(each for each in joined if each.served == trip.served) for trip in joined}
+                sums = [[*together, *_times(latency, columns)] for columns in copies.values()]
+                seconds = self.waits.largest(self.model, *sums)
+            yield from seconds
+
+    def _chosen(self, served: Any, trips: Iterable[Trip]) -> Terms:
+        """Return the terms that are 1 where a copy travels and is read at the place of `trips`, and else 0 or less."""
+        of_copy = [trip for trip in trips if trip.served == served]
+        wanted = of_copy[0].wanted
+        read = [] if wanted is None else [*((column, 1.0) for column in wanted), (self.one, -1.0)]
+        return [*_ones(of_copy), *read]
+
+    def _going(self, link: int) -> dict[Place, list[Exchange]]:
+        """Return by place the exchanges that go over a link, those that serve the same as one."""
+        merged: dict[tuple[Place, Any], Exchange] = {}
+        for exchange in self.exchanges:
+            if link in exchange.links:
+                key = exchange.place, exchange.served
+                columns = merged[key].columns if key in merged else ()
+                merged[key] = replace(exchange, columns=(*columns, *exchange.columns))
+        found: dict[Place, list[Exchange]] = defaultdict(list)
+        for exchange in merged.values():
+            found[exchange.place].append(exchange)
+        return dict(found)
+
+    def _where(self, exchanges: Sequence[Exchange], terms: Terms, most: float) -> list[Terms]:
+        """Return, for each exchange, terms that are no more than 0 unless it is chosen."""
+        found = []
+        for each in exchanges:
+            chosen = [*((column, 1.0) for column in each.columns), (self.one, -1.0)]
+            if each.reads is not None:
+                chosen += [*each.reads, (self.one, -1.0)]
+            found.append([*terms, *_times(most, chosen)])
+        return found
+
+    def _sum(self, terms: Iterable[tuple[int, float]]) -> Terms:
+        """Return a sum, as one column where it has many terms."""
+        terms = list(terms)
+        return terms if len(terms) <= _FEW else self.waits.largest(self.model, terms)
+
+    def _most(self, trips: Iterable[Trip]) -> float:
+        """Return the most that trips take, where each copy is served from one layout."""
+        trips = list(trips)
+        latencies: dict[Any, float] = defaultdict(float)
+        for trip in trips:
+            latencies[trip.key] = max(latencies[trip.key], trip.latency)
+        return _most(trips, lambda trip: trip.early) + sum(latencies.values())
 
 
-def _leaving(
-    trips: Sequence[_Trip], together: int, place: _Place, one: int, share: float = 1.0,
-    serving: Mapping[Any, Terms] | None = None,
-) -> Iterator[Terms]:  # fmt: skip
-    """Yield, for each copy that is read at `place`, what leaves no sooner than its gradient, if it is chosen.
-
-    together: the column of the share of all that leaves. serving: the terms that are 1, beside those of its own, where a copy is
-    one that serves several regions.
-    """
-    latency = max(trip.latency for trip in trips)
-    most = latency + _most(trips, lambda trip: share * trip.early)
-    for served in dict.fromkeys(trip.served for trip in trips if trip.place == place):
-        chosen = [*((trip.column, 1.0) for trip in trips if trip.served == served), *(serving or {}).get(served, [])]
-        yield [(together, 1.0), *((column, most * weight) for column, weight in chosen), (one, latency - most)]
-
-
-def _most(trips: Sequence[_Trip], amount: Callable[[_Trip], float]) -> float:
+def _most(trips: Sequence[Trip], amount: Callable[[Trip], float]) -> float:
     """Return the most that trips amount to, where each copy is served from one layout."""
     most: dict[Any, float] = defaultdict(float)
     for trip in trips:
@@ -252,130 +411,25 @@ def _most(trips: Sequence[_Trip], amount: Callable[[_Trip], float]) -> float:
     return sum(most.values())
 
 
-def _trips(sharding: Sharding, region_class: RegionClass, phase: int) -> Iterator[_Trip]:
-    """Yield what travels early of parameters that every region of the class reads."""
-    for use, served, column, way in sharding.joined.within:
-        leg = (way.there, way.back)[phase]
-        is_each = use.region_class is region_class and use.count == region_class.multiplicity
-        if is_each and leg.early and not leg.is_whole_sum:
-            place = (0, _position(use, served[1]))
-            yield _Trip(place, _served(sharding, served), column, leg, sharding.joined.problem.unit_s)
-
-
-def _served(sharding: Sharding, served: tuple[Any, Want]) -> Any:
-    """Return what has one copy at most: a reader that asks for one, whichever that is, or else one copy that a reader asks for."""
-    reader, _ = served
-    is_one = isinstance(reader, Use) and has_one_want(reader)
-    return reader if is_one and all(reader.source is not tied.source for tied in sharding.tied) else served
-
-
-def _first_place(problem: Problem, served: tuple[Any, Want]) -> _Place:
-    """Return where a step first reads a copy.
-
-    One copy of several regions is read by two at least: the last but one of those places, as E is no more than is waited.
-    """
-    reader, want = served
-    if isinstance(reader, Use):
-        return reader.region_class.members[reader.members[0]].index, _position(reader, want)
-    uses = [
-        use for use in problem.uses if use.source is reader and any(want in w for d in use.demands for w in d.wants)
-    ]
-    return sorted(_first_place(problem, (use, want)) for use in uses)[-2:][0]
-
-
-def _position(use: Use, want: Want) -> int:
-    """Return where a region first reads a copy; where that is a choice, the last such place, as E is no more than is waited."""
-    return max(_positions(use, want))
-
-
-def _positions(use: Use, want: Want) -> list[int]:
-    """Return the positions of the groups that may want a copy."""
-    readers = [demand.decision.group for demand in use.demands if any(want in wants for wants in demand.wants)]
-    return [min(op.position for op in group.ops if use.tensor in op.inputs) for group in readers if group]
-
-
-def has_links(problem: Problem) -> bool:
-    """Tell whether collectives over one link run beside those over another."""
-    return len(set(problem.costs.links)) > 1
-
-
-def _moments(problem: Problem, sharding: Sharding, region_class: RegionClass, phase: int) -> list[_Moment]:
-    """Return what hides a collective within a region."""
-    costs = problem.costs
-    found: list[_Moment] = []
-    for decision in problem.of_class(region_class):
-        assert decision.group is not None
-        for split, column in zip(decision.options, sharding.choice[decision]):
-            for op in decision.group.ops:
-                seconds = costs.op_s(decision.group, op, split)[phase]
-                exchanged_s = costs.inner_s(decision.group, op, split)[phase] if has_links(problem) else 0.0
-                found.append(((0, op.position), column, (seconds + exchanged_s) / problem.unit_s))
-    if has_links(problem):
-        reshards = _reshards(problem, sharding, region_class, phase)
-        found += [
-            ((0, _position(use, want)), column, took_s / problem.unit_s) for (use, _, want), column, took_s in reshards
-        ]
+def _by_key(trips: Iterable[Trip]) -> dict[Any, list[Trip]]:
+    """Return the trips by the collective that they join."""
+    found: dict[Any, list[Trip]] = defaultdict(list)
+    for trip in trips:
+        found[trip.key].append(trip)
     return found
 
 
-def _reshards(
-    problem: Problem, sharding: Sharding, region_class: RegionClass, phase: int
-) -> Iterator[tuple[tuple[Use, Layout, Want], int, float]]:
-    """Yield the reshards of activations that take time, each with the column that chooses it and its seconds."""
-    for key, column in sharding.flow.items():
-        if key[0].region_class is region_class and not key[0].source.is_param:
-            seconds = flow_s(problem, *key)[phase]
-            if seconds:
-                yield key, column, seconds
+def _ones(trips: Iterable[Trip]) -> Terms:
+    return [(trip.column, 1.0) for trip in trips]
 
 
-def _late_exchanges(problem: Problem, sharding: Sharding, region_class: RegionClass) -> Iterator[_Exchange]:
-    """Yield the exchanges in the backward of a region: reshards of activations, and those inside of ops."""
-    links = problem.costs.links
-    found: dict[Any, list[int]] = defaultdict(list)
-    for (use, native, want), column, _ in _reshards(problem, sharding, region_class, 1):
-        steps = transition(want[1], gradient_layout(native))
-        taken = frozenset(links[step.axis] for step in steps if step.kind != "slice")
-        found[min(_positions(use, want)), _served(sharding, (use, want)), taken].append(column)
-    for (position, _, taken), columns in found.items():
-        yield _Exchange((0, position), True, taken, tuple(columns))
-    for decision in problem.of_class(region_class):
-        assert decision.group is not None
-        for op in decision.group.ops:
-            inner = [problem.costs.inner_s(decision.group, op, split)[1] for split in decision.options]
-            chosen = tuple(column for column, took_s in zip(sharding.choice[decision], inner) if took_s)
-            if chosen:
-                yield _Exchange((0, op.position), False, frozenset(links), chosen)
+def _times(factor: float, terms: Terms) -> Terms:
+    return [(column, factor * coefficient) for column, coefficient in terms]
 
 
-def _behind(problem: Problem, sharding: Sharding) -> tuple[list[_Moment], list[_Exchange]]:
-    """Return what runs near the end of the backward."""
-    moments: list[_Moment] = []
-    exchanges: list[_Exchange] = []
-    for region in problem.program.regions[:NEAR_END]:
-        for (_, position), column, seconds in _moments(problem, sharding, region.region_class, 1):
-            moments.append(((region.index, position), column, seconds))
-        for exchange in _late_exchanges(problem, sharding, region.region_class):
-            exchanges.append(replace(exchange, place=(region.index, exchange.place[1])))
-    return moments, exchanges
+def _minus(terms: Terms) -> Terms:
+    return _times(-1.0, terms)
 
 
-def _buffers(trips: Sequence[_Trip]) -> dict[Any, list[_Trip]]:
-    """Return by its key what is reduced in one buffer; what may fill several is not among it."""
-    found: dict[Any, list[_Trip]] = defaultdict(list)
-    for trip in trips:
-        if trip.key is not None:
-            found[trip.key].append(trip)
-    return {key: trips for key, trips in found.items() if _most(trips, lambda trip: trip.buffer_share) <= 1.0}
-
-
-def _latencies(here: Iterable[_Trip]) -> Iterable[Terms]:
-    """Return the latency of each copy that joins a collective: of several, the first may have paid that of all."""
-    found: dict[Any, Terms] = defaultdict(list)
-    for trip in here:
-        found[trip.key and trip.served].append((trip.column, trip.latency))
-    return found.values()
-
-
-def _seconds(trips: Iterable[_Trip]) -> Terms:
+def _seconds(trips: Iterable[Trip]) -> Terms:
     return [(trip.column, trip.early) for trip in trips]

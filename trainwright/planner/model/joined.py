@@ -16,15 +16,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from itertools import takewhile
 from typing import Any
 
 from ...program.blocks import RegionClass
 from ...program.decisions import Overlap
 from ...program.layout import Layout
 from ...program.transition import Step, gradient_layout, transition
-from ...rank.travel import BUFFER_BYTES, Travel, issued_step, regions_ahead, shared_buffer_bytes
-from ..problem.problem import Problem, Source, Use, Want
+from ...rank.travel import BUFFER_BYTES, Travel, issued_step, shared_buffer_bytes
+from ..problem.problem import Problem, Use, Want
 from .milp import Model, Terms
 
 TOGETHER = "what travels together pays one latency"
@@ -88,6 +88,10 @@ class Leg:
     """The share of the seconds, and of the latency, that is issued before it is waited for."""
     link: int = -1
     """The link over which that goes."""
+    late_links: frozenset[int] = frozenset()
+    """The links over which the rest goes."""
+    lead: float = 0.0
+    """The share of the rest that is copied before it takes a link."""
     is_whole_sum: bool = False
 
     @property
@@ -151,28 +155,24 @@ class Joined:
         there = self._leg(use, travel.there, times[0], _there(self.problem, use, travel))
         back = self._leg(use, travel.back, times[1], _back(self.problem, use, travel))
         if travel.is_whole_sum:
-            # they leave as one, so what the first region reads leaves when all is computed
-            return Way(
-                there, replace(back, early=0.0 if use.source in self._read_first else back.early, is_whole_sum=True)
-            )
-        if regions_ahead(self.travel) and self._is_first(use.region_class):
-            there, back = replace(there, early=0.0), replace(back, early=0.0)  # nothing is computed before, and after
+            back = replace(back, is_whole_sum=True)
         return Way(there, back)
 
     def _leg(self, use: Use, steps: Sequence[Step], seconds: float, join: Join | None) -> Leg:
         """Return the leg that takes `seconds` by itself; what it issues early, `travel.issued_step` says."""
         rest_s, number = _without(seconds, join), issued_step(steps)
-        if number is None:
-            return Leg(rest_s, join)
         tensor, costs = use.source.tensor, self.problem.costs
         by_step = [costs.step_s(step, tensor.slots, tensor.dtype.itemsize) for step in steps]
-        axis = steps[number].axis
-        return Leg(rest_s, join, by_step[number] / sum(by_step), costs.links[axis])
-
-    @cached_property
-    def _read_first(self) -> frozenset[Source]:
-        """The parameters that the region reads with which a step begins."""
-        return frozenset(use.source for use in self.problem.uses if self._is_first(use.region_class))
+        links = [None if step.kind == "slice" else costs.links[step.axis] for step in steps]
+        late = [(link, step_s) for place, (link, step_s) in enumerate(zip(links, by_step)) if place != number]
+        late_links = frozenset(link for link, _ in late if link is not None)
+        copied_s = sum(step_s for _, step_s in takewhile(lambda each: each[0] is None, late))
+        lead = copied_s / sum(step_s for _, step_s in late) if copied_s else 0.0
+        if number is None:
+            return Leg(rest_s, join, late_links=late_links, lead=lead)
+        link = links[number]
+        assert link is not None, "a slice is not issued early"
+        return Leg(rest_s, join, by_step[number] / sum(by_step), link, late_links, lead)
 
     def again(self, use: Use, native: Layout, want: Want, seconds: float) -> Leg:
         """Return how the gather that one instance's backward repeats travels with others."""
@@ -217,7 +217,7 @@ class Joined:
                 model.row(TOGETHER, [(num, 1.0), *shares], lower=0.0)
         self.found.clear()
 
-    def _is_first(self, region_class: RegionClass) -> bool:
+    def is_first(self, region_class: RegionClass) -> bool:
         """Tell whether this is the class of the region that a step begins with, and its backward ends with."""
         first = self.problem.program.regions[0].region_class
         return region_class is first and first.multiplicity == 1
