@@ -61,7 +61,7 @@ def drawn(place: Place, seed: int, number: int) -> Iterator[Mapping[Decision, in
 CASES = [
     ("vit-tiny", "2xh100", (2,), 1e-3),
     ("resnet-tiny", "2xh100", (2,), 1e-3),
-    ("llama-tiny", "2xh100", (2,), 2e-3),  # much is hidden, of which a share counts as exposed
+    ("llama-tiny", "2xh100", (2,), 2e-3),  # much is hidden
     ("bert-tiny", "8xa100", (8,), 1e-3),
     ("gpt2-tiny", "2xh100", (2,), 3e-3),  # two regions read the embedding
     ("vit-tiny", "2x4xa100", (2, 4), 1e-2),  # nodes and GPUs have links of their own
@@ -98,24 +98,24 @@ def test_sums_that_leave_before_the_first_region_s_backward_are_hidden_by_it(way
 
 
 DRAWN = [
-    ("build_moe", "2x2xh100", (4,), 3e-3),
-    ("build_transformer", "4xa100", (4,), 3e-3),
+    ("build_moe", "2x2xh100", (4,), 1e-3),
+    ("build_transformer", "4xa100", (4,), 1e-3),
     ("build_transformer", "2x2xh100", (2, 2), 1e-2),
     ("build_cells", "2x2xh100", (2, 2), 1e-2),  # one region reads a weight in several places
-    ("build_unet", "2x2xh100", (4,), 3e-3),
-    ("build_tied", "4xa100", (4,), 3e-3),
-    ("gpt2-tiny", "2xh100", (2,), 3e-3),
+    ("build_unet", "2x2xh100", (4,), 1e-3),
+    ("build_tied", "4xa100", (4,), 1e-3),
+    ("gpt2-tiny", "2xh100", (2,), 1e-3),
     ("vit-tiny", "2x2xh100", (2, 2), 1e-2),
-    ("t5-tiny", "2xh100", (2,), 3e-3),
-    ("resnet-tiny", "8xa100", (8,), 3e-3),
-    ("mixtral-tiny", "4xa100", (4,), 3e-3),
+    ("t5-tiny", "2xh100", (2,), 1e-3),
+    ("resnet-tiny", "8xa100", (8,), 1e-3),
+    ("mixtral-tiny", "4xa100", (4,), 1e-3),
 ]
 
 
 @pytest.mark.parametrize("way", ["buckets", "ahead"])
 @pytest.mark.parametrize(("name", "hardware", "mesh", "over"), slow_but(DRAWN[:2], DRAWN))
 def test_no_sharding_is_faster_than_its_objective(name, hardware, mesh, over, way):
-    """What is proven by the objective is so of what a step takes; and what the objective has as fast is."""
+    """The objective bounds the price from below, so what is proven of it holds; and it is close, so it ranks plans."""
     (place,) = task(program_of(name), hardware, mesh=mesh).places
     for options in drawn(place, seed=0, number=6):
         objective_s, price = told(place, way, options)

@@ -156,7 +156,7 @@ class _Write:
         return self._emit(aten.view_as_complex.default, (self._adjacent(pairs),), self.node)
 
     def _adjacent(self, pairs: fx.Node) -> fx.Node:
-        """The pairs, copied where what was written has strides that complex numbers cannot have."""
+        """Return the pairs, copied where what was written has strides that complex numbers cannot have."""
         val = pairs.meta["val"]
         *outer, last = val.stride()
         if last == 1 and not any(distance % 2 for distance in (*outer, val.storage_offset())):

@@ -57,12 +57,11 @@ from .events import (
     has_links,
     moved,
 )
+from .implied import SLACK
 from .milp import Model, Terms
 from .sharding import Sharding
 
 WAITS = "what is waited for"
-_ROOM = 1.001
-"""So much wider is a bound, so that no optimum is held by it."""
 _FEW = 4
 """A sum of so many terms is written out wherever it stands."""
 _FEW_OF = 3
@@ -98,7 +97,7 @@ class _Kind:
 
     region_class: RegionClass
     uses: tuple[Use, ...]
-    """What each reads."""
+    """The reads of each."""
     is_whole: bool = True
     """True if what it gathers and reduces begins and ends within it."""
     following: tuple[Use, ...] = ()
@@ -108,7 +107,7 @@ class _Kind:
 def add_waits(model: Model, events: Events, phase: int, exchanges_wait: bool = True) -> list[tuple[Waits, int]]:
     """Add the columns and rows of `FORWARD` or `BACKWARD`; return those of all regions that wait alike, with their number.
 
-    The backward of the first region is left to `add_last_waits`. exchanges_wait: those of the forward wait for gathers.
+    The backward of the first region is left to `add_last_waits`. exchanges_wait: they wait for what is on its way on their link.
     """
     found = []
     for kind, count in _kinds(events, phase).items():
@@ -118,11 +117,9 @@ def add_waits(model: Model, events: Events, phase: int, exchanges_wait: bool = T
         ahead = [trip for trip in events.trips(kind.following, phase) if trip.leg.early] if phase == FORWARD else []
         if trips or ahead:
             waits = Waits(model.column())
-            moments, exchanges = _late(legs, phase)
+            moments, late = _late(legs, phase)
             moments += events.moments(kind.uses, kind.region_class, phase)
-            exchanges += events.exchanges(kind.uses, kind.region_class, phase)
-            if phase == FORWARD and not exchanges_wait:
-                exchanges = []
+            exchanges = [*late, *events.exchanges(kind.uses, kind.region_class, phase)] if exchanges_wait else []
             clock = _Clock(model, waits, phase, trips, moments, exchanges)
             for waited in clock.forward(ahead) if phase == FORWARD else clock.backward(kind.is_whole):
                 waits.add_floor(model, WAITS, waited)
@@ -130,7 +127,7 @@ def add_waits(model: Model, events: Events, phase: int, exchanges_wait: bool = T
     return found
 
 
-def add_last_waits(model: Model, events: Events) -> tuple[Waits, Waits]:
+def add_last_waits(model: Model, events: Events, exchanges_wait: bool = True) -> tuple[Waits, Waits]:
     """Add the columns and rows of what is waited because of gradients that stay whole, and of those that the first region reduces.
 
     Return what all of the backward waits because of them, and what the first region does, with which the backward ends. The two
@@ -144,8 +141,9 @@ def add_last_waits(model: Model, events: Events) -> tuple[Waits, Waits]:
     moments, exchanges = events.whole_backward({first.index, *(trip.place[0] for trip in sums)})
     trips = [*(trip for trip in legs if trip.leg.early), *sums]
     last = frozenset(trip.key for trip in sums)
-    clock = _Clock(model, everywhere, BACKWARD, trips, moments, exchanges, last, events.sharding)
-    late = [*_late(legs, BACKWARD)[0], *_late_sums(clock, sums)]
+    waiting = exchanges if exchanges_wait else []
+    clock = _Clock(model, everywhere, BACKWARD, trips, moments, waiting, last, events.sharding)
+    late = [*_late_of_regions(clock, events, legs, sums), *_late_of_sums(clock, sums)]
     clock.moments = [*late, *clock.moments]  # all at the very end of the backward
     for waited, ending in clock.backward_of(first.index):
         everywhere.add_floor(model, WAITS, [*waited, *ending])
@@ -167,10 +165,9 @@ def _kinds(events: Events, phase: int) -> dict[_Kind, int]:
             params = tuple(use for use in behind if use.source.is_param)
             kind = replace(kind, is_whole=region is regions[0], following=params)
         found[kind] += 1
-    most = {
-        kind.region_class: max(found[other] for other in found if other.region_class is kind.region_class)
-        for kind in found
-    }
+    most: dict[RegionClass, int] = defaultdict(int)
+    for kind, count in found.items():
+        most[kind.region_class] = max(most[kind.region_class], count)
     return {kind: count for kind, count in found.items() if count * _FEW_OF >= most[kind.region_class]}
 
 
@@ -190,22 +187,47 @@ def _late(trips: Iterable[Trip], phase: int) -> tuple[list[Moment], list[Exchang
     return moments, exchanges
 
 
-def _late_sums(clock: _Clock, sums: Sequence[Trip]) -> Iterator[Moment]:
+def _late_of_regions(clock: _Clock, events: Events, legs: Sequence[Trip], sums: Sequence[Trip]) -> Iterator[Moment]:
+    """Yield what of the reductions that are waited for at the end is not issued early; sums are waited for after it.
+
+    They are those of the first region and, where parameters travel a region ahead, of the second.
+    """
+    second = events.problem.program.regions[1:2] if regions_ahead(events.sharding.joined.travel) else []
+    for trip in (trip for region in second for trip in events.trips(events.uses(region), BACKWARD)):
+        yield Moment(BEGIN, trip.column, trip.late, trip.leg.late_links)
+    groups: dict[tuple[frozenset[int], int], list[Trip]] = defaultdict(list)
+    for trip in (trip for trip in legs if trip.late):
+        groups[trip.leg.late_links, trip.leg.link].append(trip)
+    for (links, own), trips in groups.items():
+        late = [(trip.column, trip.late) for trip in trips]
+        yield from _hiding(clock, late, links, _most(trips, lambda trip: trip.late), sums, own)
+
+
+def _late_of_sums(clock: _Clock, sums: Sequence[Trip]) -> Iterator[Moment]:
     """Yield what of sums is not issued early: where there are others, it may hide those that are waited for after it."""
     by_key = _by_key(sums)
     for key, trips in by_key.items():
         links, latency = trips[0].leg.late_links, max(trip.late_latency for trip in trips)
-        late = [(trip.column, trip.late) for trip in trips if trip.late]
         most = latency + _most(trips, lambda trip: trip.late)
         if not most:
             continue
         # one latency, unless none of them is chosen
-        none = clock.waits.largest(clock.model, [(clock.one, latency), *((trip.column, -latency) for trip in trips)])
-        late += [(clock.one, latency), *_minus(none)]
-        others = [(trip.column, -most) for other, found in by_key.items() if other != key for trip in found]
-        alone = clock.waits.largest(clock.model, [*late, *others])
-        for column, seconds in (*late, *_minus(alone)):
-            yield Moment(BEGIN, column, seconds, links)
+        none = clock.waits.largest(clock.model, [(clock.one, latency), *_times(-latency, _ones(trips))])
+        late = [*((trip.column, trip.late) for trip in trips), (clock.one, latency), *_minus(none)]
+        yield from _hiding(clock, late, links, most, [trip for trip in sums if trip.key != key])
+
+
+def _hiding(
+    clock: _Clock, late: Terms, links: frozenset[int], most: float, others: Sequence[Trip], own: int | None = None
+) -> Iterator[Moment]:
+    """Yield what hides those that are on other links than `links`; on the link `own`, by default on any, only if `others` travel.
+
+    most: the most that `late` may be.
+    """
+    alone = clock.waits.largest(clock.model, [*late, *_times(-most, _ones(others))])
+    elsewhere = frozenset(trip.leg.link for trip in clock.trips if own is not None and trip.leg.link != own)
+    yield from (Moment(BEGIN, column, seconds, links) for column, seconds in late)
+    yield from (Moment(BEGIN, column, -1.0, links | elsewhere) for column, _ in alone)
 
 
 def _serving(sharding: Sharding, trips: Sequence[Trip], one: int) -> dict[Any, Terms]:
@@ -340,7 +362,7 @@ class _Clock:
                     terms = _times(most, [*chosen, *serving.get(served, [])])
                     sums.append([*together, *terms, (self.one, latency - most)])
             wanted = (terms for terms in sums if terms)
-            before, arrived = arrived, self.waits.largest(self.model, *wanted, most=_ROOM * most)
+            before, arrived = arrived, self.waits.largest(self.model, *wanted, most=(1 + SLACK) * most)
             if stops:
                 lent = [(column, 1.0) for served in copies for column, weight in serving.get(served, []) if weight > 0]
                 self.model.row(WAITS, [*arrived, *_minus(before), *_times(-most, [*_ones(here), *lent])], upper=0.0)

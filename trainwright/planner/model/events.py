@@ -43,7 +43,7 @@ class Trip:
     leg: Leg
     unit_s: float
     count: float = 1.0
-    """How many there are of it, or the share of it that is followed."""
+    """The number of such trips, or the share of them that is followed."""
     wanted: tuple[int, ...] | None = None
     """The columns of which one is chosen if it is read here; None where it is read last, if it travels at all."""
     alone: Any = None
@@ -83,7 +83,7 @@ class Trip:
 
 @dataclass(frozen=True)
 class Moment:
-    """What takes time while others are on their way, if a column chooses it."""
+    """An interval in which others are on their way, if a column chooses it."""
 
     place: Place
     column: int
@@ -107,7 +107,7 @@ class Exchange:
 
 @dataclass(eq=False)
 class Events:
-    """What a sharding lets happen, by region."""
+    """Tells what happens in the regions of a program, by the columns of its sharding."""
 
     problem: Problem
     sharding: Sharding
@@ -156,11 +156,8 @@ class Events:
     def _read_at(self, use: Use, served: tuple[Any, Want], column: int, leg: Leg, count: float) -> Iterator[Trip]:
         """Yield a trip for each place where a copy may be read first: with its seconds, where it is read last."""
         readers = self._readers(use, served[1])
-        whom, alone, last = (
-            served_by(self.sharding, served),
-            (use, served[1]) if len(readers) > 1 else None,
-            max(readers),
-        )
+        whom, last = _served_by(self.sharding, served), max(readers)
+        alone = (use, served[1]) if len(readers) > 1 else None
         for place, wanted in sorted(readers.items()):
             is_last = place == last
             yield Trip(
@@ -202,7 +199,7 @@ class Events:
                 columns[use, want, taken].append(column)
         found = []
         for (use, want, taken), chosen in columns.items():
-            whom = served_by(self.sharding, (use, want))
+            whom = _served_by(self.sharding, (use, want))
             for place, reads in self._first_reads(use, want):
                 found.append(Exchange(place, taken, whom, tuple(chosen), reads))
         links = frozenset(self.problem.costs.links)
@@ -278,7 +275,7 @@ def moved(event: Any, region: Region) -> Any:
     return replace(event, place=_at(region.index, event.place))
 
 
-def served_by(sharding: Sharding, served: tuple[Any, Want]) -> Any:
+def _served_by(sharding: Sharding, served: tuple[Any, Want]) -> Any:
     """Return what has one copy at most: a reader that asks for one, whichever that is, or else one copy that a reader asks for."""
     reader, _ = served
     is_one = isinstance(reader, Use) and has_one_want(reader)

@@ -6,8 +6,7 @@
 
 P are the seconds of the collectives that are issued early (`joined`), C those of computation, reruns included; E are the
 exposed seconds. δ > 0, so that the solver moves nothing needlessly. But for δ, of a sharding that keeps everything that is what the
-clocks of the price say (`overlap.Timeline`): to a thousandth where all collectives go over one link, and to a hundredth where not.
-Where parameters travel a region ahead it may be less, since what several regions have on their way at once is not followed.
+clocks of the price say (`overlap.Timeline`), or a little less: `docs/planning.md` says how much, and what is not followed.
 
 In a long program E makes branch and bound slow: reruns add to C, gathers to P, and every mixture of the two is about as good.
 There prices λ replace E: the duals of its rows in the relaxation with E, which every search solves first.
@@ -96,6 +95,8 @@ def hide(
         return
     if delta is None:
         delta = EXPOSED if recompute is None else EXPOSED_WITHIN
+    # within a budget, on several axes, their rows cost more than they tell: `docs/log.md`, The objective is what the clocks say
+    exchanges_wait = recompute is None or len(problem.mesh) == 1
     events, found = Events(problem, sharding), list[Waits]()
     for phase, computing in enumerate(_computing(problem, sharding, recompute)):
         exposed = Waits(model.column(cost=(1 - delta) * problem.unit_s))
@@ -105,13 +106,13 @@ def hide(
         for terms in travelling.values():
             left = [*terms, *((column, -seconds) for column, seconds in computing)]
             exposed.add_floor(model, HIDDEN, [(column, seconds / problem.unit_s) for column, seconds in left])
-        regions = add_waits(model, events, phase, recompute is None or len(problem.mesh) == 1)
+        regions = add_waits(model, events, phase, exchanges_wait)
         waited: Terms = [(each.column, float(count)) for each, count in regions]
         found += [exposed, *(each for each, _ in regions)]
         if phase == FORWARD:
             exposed.add_floor(model, HIDDEN, waited)
             continue
-        everywhere, at_end = add_last_waits(model, events)
+        everywhere, at_end = add_last_waits(model, events, exchanges_wait)
         exposed.add_floor(model, HIDDEN, [*waited, (at_end.column, 1.0)])
         if at_end is not everywhere:  # an exchange may wait for both at once, each on a link of its own
             exposed.add_floor(model, HIDDEN, [(everywhere.column, 1.0)])

@@ -14,7 +14,7 @@ import numpy as np
 
 from .milp import Model
 
-_SLACK = 1e-3
+SLACK = 1e-3
 """Implied bounds are this much wider, so that no optimum is held by one."""
 
 
@@ -31,9 +31,9 @@ def bound_columns(model: Model) -> None:
         for column in waiting:
             least, most = rows.implied(column)
             if math.isinf(lower[column]):
-                lower[column] = least - _SLACK * (1 + abs(least))
+                lower[column] = least - SLACK * (1 + abs(least))
             if math.isinf(upper[column]):
-                upper[column] = most + _SLACK * (1 + abs(most))
+                upper[column] = most + SLACK * (1 + abs(most))
         left = [column for column in waiting if math.isinf(lower[column]) or math.isinf(upper[column])]
         found, waiting = len(left) < len(waiting), left
     model.lower, model.upper = lower.tolist(), upper.tolist()
