@@ -528,15 +528,18 @@ def build_timed() -> tuple[nn.Module, Any]:
 
 
 class Pairs(nn.Module):
-    """Pairs of the batch's rows: differences, a matrix beside itself transposed, distances; a weight that lies transposed."""
+    """Pairs of the batch's rows: differences, a matrix beside itself transposed, distances.
+
+    Its weight lies transposed, and has the name of an entry of the batch.
+    """
 
     def __init__(self, size: int = 8) -> None:
         super().__init__()
         self.inner, self.outer = nn.Linear(size, size), nn.Linear(size, 6)
-        self.mixed = nn.Parameter(torch.randn(size, size).T / size**0.5)
+        self.target = nn.Parameter(torch.randn(size, size).T / size**0.5)
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        rows = torch.tanh(self.inner(x) @ self.mixed)
+        rows = torch.tanh(self.inner(x) @ self.target)
         near = torch.exp(-(rows[:, None] - rows[None]).square().sum(-1))
         scores = self.outer(rows)[:, : x.shape[0]]
         both = (scores + scores.T) * near + torch.cdist(rows, rows.flip(1))

@@ -113,9 +113,14 @@ class Exact(Reference):
     def _run(self, program: Program) -> list[Any]:
         alone = unsplit(program, 1)
         executor = Executor(build_local(program, alone, SimulatedCommunicator(alone.mesh)))
-        named = dict(flatten_batch(self.batch)[0])
-        tensors = dict(self.model.named_parameters()) | dict(self.model.named_buffers()) | named
-        sources = {t: t.value if t.role == "const" else tensors[t.key] for t in program.tensors if t.role != "op"}
+        # by their role: a parameter and an entry of the batch may have one name
+        tensors = {
+            "param": dict(self.model.named_parameters()),
+            "buffer": dict(self.model.named_buffers()),
+            "input": dict(flatten_batch(self.batch)[0]),
+        }
+        needed = (tensor for tensor in program.tensors if tensor.role != "op")
+        sources = {t: t.value if t.role == "const" else tensors[t.role][t.key] for t in needed}
         return executor.run(sources, RunState(dropout=False))
 
 
