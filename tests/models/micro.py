@@ -106,6 +106,29 @@ def with_dropout(**_: Any) -> Any:
     return _built(lambda self, x, y: F.cross_entropy(self.rows(x), y), dropout=0.5)
 
 
+def drawn(**_: Any) -> Any:
+    """Random numbers of all kinds: for each example, for each of its features by its values, and for a parameter."""
+
+    def forward(self: Any, x: Tensor, y: Tensor) -> Tensor:
+        time = torch.randint(1, 50, (x.shape[0],), device=x.device) / 50
+        inner = torch.tanh(self.first(x + time[:, None] * torch.randn_like(x)))
+        inner = inner * torch.bernoulli(torch.sigmoid(inner.detach())) + torch.rand(inner.shape, dtype=x.dtype)
+        weight = self.second.weight + 0.1 * torch.randn_like(self.second.weight)
+        return F.cross_entropy(F.rrelu(F.linear(inner, weight), training=self.training), y)
+
+    return _built(forward)
+
+
+def shuffled(**_: Any) -> Any:
+    """Examples mixed with one another, in a random order."""
+
+    def forward(self: Any, x: Tensor, y: Tensor) -> Tensor:
+        other = torch.randperm(x.shape[0], device=x.device)
+        return F.cross_entropy(self.rows(0.7 * x + 0.3 * x[other]), y)
+
+    return _built(forward)
+
+
 def contrastive(**_: Any) -> Any:
     """Examples compared with one another."""
 

@@ -80,6 +80,7 @@ def test_sharded_and_recomputed_in_two(pool2: Pool, model: str, share: float) ->
         ("masked_mean", {4.0, "whole-sum"}),
         pytest.param("regularised", {"weighted"}, marks=pytest.mark.slow),
         ("sloped", {4.0, 0.25}),
+        ("drawn", {"weighted"}),
         pytest.param("torchs_encoder", {"weighted"}, marks=pytest.mark.slow),
     ],
 )
@@ -99,6 +100,7 @@ def test_every_way_to_average_is_exact(pool2: Pool, name: str, corrections: set[
         ("squared", "is not linear"),
         ("numbered", "numbers the examples"),
         ("sized", "numbers that do not depend on the batch's size"),
+        ("shuffled", "numbers that do not depend on the batch's size"),
     ],
 )
 def test_a_loss_that_has_no_parts_is_refused(name: str, why: str) -> None:

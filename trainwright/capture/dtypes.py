@@ -34,6 +34,8 @@ _BELOW_AUTOGRAD = {"native_batch_norm", "_native_batch_norm_legit", "nll_loss_fo
 """What a profile sees in place of ops of the table, and takes their operands."""
 _OF_SEVERAL_GATES = {f"{kind}{cell}" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu") for cell in ("", "_cell")}
 """Their gates share a dim, so that one element is no such call; `torch.nn` looks at their types itself."""
+_SPREADS = {"std", "std_mean", "var", "var_mean"}
+"""One element has no spread, of which torch warns on standard error; they take all types that a mean takes."""
 _DIVIDED_BY_ZERO = "ZeroDivisionError"
 
 
@@ -147,7 +149,9 @@ def _is_asked(target: Any) -> bool:
     if not isinstance(target, private.OpOverload) or target.namespace != "aten":
         return False
     name = private.packet(target).removesuffix("_")
-    if (not find(name).is_described and name not in _BELOW_AUTOGRAD) or name in _OF_SEVERAL_GATES or "backward" in name:
+    if not find(name).is_described and name not in _BELOW_AUTOGRAD:
+        return False
+    if name in _OF_SEVERAL_GATES or name in _SPREADS or "backward" in name:
         return False
     by_value = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
     return (

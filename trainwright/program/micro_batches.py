@@ -276,12 +276,12 @@ class _Comparison:
         return [self._made(op, tensor, known) for tensor in op.outputs]
 
     def _made(self, op: Op, tensor: Tensor, known: bool) -> _State:
-        """Return the state of a tensor made without examples: it has no batch dim, or its rows are all equal."""
+        """Return the state of a tensor made without examples: it has no batch dim, or its rows are alike."""
         twin = self.twin[tensor]
         if tensor.shape == twin.shape:
             return _State("same", from_batch=known)
         dims = [k for k, (a, b) in enumerate(zip(tensor.shape, twin.shape)) if a != b]
-        if find(op.name).uniform and len(dims) == 1:
+        if _has_rows_alike(op) and len(dims) == 1:
             return _State("part", self._slot_of_dim(tensor, dims[0]), known)
         self._refuse("rows that do not know their place in the batch", f"{op.key} numbers the examples")
         raise AssertionError
@@ -394,7 +394,12 @@ def _literals(ours: Any, theirs: Any, depth: int = 0) -> Iterator[tuple[Any, Any
 
 
 def _takes_sizes(op: Op) -> bool:
-    return op.kind == "view" or find(op.name).uniform or find(op.name).localize is not None
+    return op.kind == "view" or _has_rows_alike(op) or find(op.name).localize is not None
+
+
+def _has_rows_alike(op: Op) -> bool:
+    """Tell whether the rows of a result made without examples are alike: equal, or drawn each by itself."""
+    return find(op.name).uniform or (draws(op) and not op.inputs)
 
 
 def as_runs(part: Captured, num: int, corrections: Corrections) -> Program:

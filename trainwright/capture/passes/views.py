@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from .common import Context, aten, calls, emit, is_call, operand, replace, shape, value_of_call
+from .common import Context, aten, bound, calls, emit, is_call, operand, replace, shape, value_of_call
 
 RESHAPES = ("view", "_unsafe_view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "ravel")
 
@@ -23,12 +23,19 @@ def reshapes(graph: fx.Graph, context: Context) -> None:
 
 def literal_expands(graph: fx.Graph, context: Context) -> None:
     """Write every broadcast as `aten.expand(x, literal shape)`; drop those that change nothing."""
+
+    def write(node: fx.Node, source: fx.Node) -> None:
+        if shape(source) != shape(node):
+            source = emit(context, node, aten.expand.default, (source, list(shape(node))), like=node)
+        replace(node, source)
+
     for node in calls(graph, "expand", "expand_as", "broadcast_to"):
-        source = operand(node)
-        if shape(source) == shape(node):
-            replace(node, source)
-        else:
-            replace(node, emit(context, node, aten.expand.default, (source, list(shape(node))), like=node))
+        write(node, operand(node))
+    for node in calls(graph, "broadcast_tensors"):  # as `mse_loss` and others begin
+        sources = bound(node)["tensors"]
+        for item in [*node.users]:
+            write(item, sources[item.args[1]])  # type: ignore[index]
+        graph.erase_node(node)
 
 
 def drop_contiguous(graph: fx.Graph, context: Context) -> None:

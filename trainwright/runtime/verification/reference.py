@@ -1,9 +1,9 @@
-"""Runs the reference of a comparison: step, update and evaluation on one process, in float64 or as the user's model."""
+"""Runs the reference of a comparison: step, update and evaluation on one process, as captured or as the user's model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -17,14 +17,18 @@ from ...ops.local import replace_arg
 from ...profiler.step import DTYPES
 from ...program.decisions import Decisions
 from ...program.lift import lift_dtypes
+from ...program.micro_batches import capture_step
 from ...program.program import Program, build_program
+from ...rank.accumulate import Accumulator
 from ...rank.execute import Executor
 from ...rank.local import build_local
 from ...rank.reshard import SimulatedCommunicator
 from ...rank.run_state import RunState
 from ...torch_internals.dtypes import default_dtype, in_precision
 from ...torch_internals.private import flatten_batch
+from ..batch import planned_cut
 from ..module import LossOutput, plan_batch
+from .ranks_draws import RanksDraws
 
 Tensors = Mapping[str, Tensor]
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
@@ -74,26 +78,48 @@ class Reference:
 
 
 class Exact(Reference):
-    """Runs the captured program of the whole batch in float64: unsplit, nothing rematerialised, the model's casts lifted."""
+    """Runs the captured program: unsplit, nothing rematerialised; lifted: in float64, the model's casts too.
 
-    def __init__(self, plan: Plan, model: nn.Module, batch: Any, loss_fn: Any) -> None:
-        self._training = self._captured(plan, model, loss_fn, training=True)
+    The program is that of the whole batch. Where the model draws random numbers, it runs on those that the ranks draw, and with
+    micro-batches, each of which has its own, on one after the other.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: nn.Module,
+        batch: Any,
+        loss_fn: Any,
+        ranks: RanksDraws | None = None,
+        *,
+        lifted: bool = True,
+    ) -> None:
+        self._plan, self._ranks, self._dtype = plan, ranks, torch.float64 if lifted else torch.get_default_dtype()
+        self._in_runs = ranks is not None and bool(ranks.keys) and plan.micro_batches > 1
+        self._training = self._captured(model, loss_fn, training=True)
         try:
-            self._evaluation: Program | UserError = self._captured(plan, model, loss_fn, training=False)
+            self._evaluation: Program | UserError = self._captured(model, loss_fn, training=False)
         except UserError as error:
             self._evaluation = error
         self._has_loss_fn = loss_fn is not None
-        super().__init__(*as_double(model, batch))
+        super().__init__(*(as_double(model, batch) if lifted else (model, batch)))
 
-    def _captured(self, plan: Plan, model: nn.Module, loss_fn: Any, training: bool) -> Program:
+    def _captured(self, model: nn.Module, loss_fn: Any, training: bool) -> Program:
+        plan = self._plan
         autocast = DTYPES[plan.autocast] if plan.autocast else None
-        program = build_program(capture(model, plan_batch(plan), loss_fn, training=training, autocast=autocast))
-        lift_dtypes(program)
+        if self._in_runs and not training:
+            raise UserError("each micro-batch draws its own random numbers")
+        if self._in_runs:
+            program = capture_step(model, plan_batch(plan), loss_fn, autocast, plan.micro_batches, plan.corrections)
+        else:
+            program = build_program(capture(model, plan_batch(plan), loss_fn, training=training, autocast=autocast))
+        if self._dtype == torch.float64:
+            lift_dtypes(program)
         return program
 
     def step(self) -> Step:
         """Run forward and backward, and return their results."""
-        with default_dtype(torch.float64):
+        with default_dtype(self._dtype):
             return super().step()
 
     def _loss(self) -> Tensor:
@@ -105,23 +131,33 @@ class Exact(Reference):
         program = self._evaluation
         if isinstance(program, UserError):
             raise program
-        with torch.no_grad(), default_dtype(torch.float64):
-            flat = self._run(program)
+        with torch.no_grad(), default_dtype(self._dtype):
+            flat = self._run(program, training=False)
         output = program.captured.rebuild(flat)
         return outputs_of(LossOutput(flat[program.captured.loss_index], output) if self._has_loss_fn else output)
 
-    def _run(self, program: Program) -> list[Any]:
+    def _run(self, program: Program, training: bool = True) -> list[Any]:
         alone = unsplit(program, 1)
         executor = Executor(build_local(program, alone, SimulatedCommunicator(alone.mesh)))
+        state = RunState(training=training, dropout=False)
+        if self._ranks is not None:
+            self._ranks.follow(executor)
+            state = replace(state, seed=self._ranks.seed)
         # by their role: a parameter and an entry of the batch may have one name
-        tensors = {
+        tensors: dict[str, Tensors] = {
             "param": dict(self.model.named_parameters()),
             "buffer": dict(self.model.named_buffers()),
-            "input": dict(flatten_batch(self.batch)[0]),
         }
-        needed = (tensor for tensor in program.tensors if tensor.role != "op")
-        sources = {t: t.value if t.role == "const" else tensors[t.role][t.key] for t in needed}
-        return executor.run(sources, RunState(dropout=False))
+        batch = dict(flatten_batch(self.batch)[0])
+        sources = {
+            t: t.value if t.role == "const" else tensors[t.role][t.key] for t in program.tensors if t.role in _OWN
+        }
+        if program.num_runs == 1:
+            return executor.run({**sources, **{t: batch[t.key] for t in program.inputs}}, state)
+        cut = planned_cut(self._plan)
+        pieces = {tensor: cut.pieces(tensor.key, batch[tensor.key]) for tensor in program.inputs}
+        parts = [{tensor: found[run] for tensor, found in pieces.items()} for run in range(program.num_runs)]
+        return Accumulator(executor).run(sources, parts, state)
 
 
 class Eager(Reference):
@@ -151,6 +187,8 @@ class Eager(Reference):
             return loss_of(self.model, self.batch, self._loss_fn, output), output
 
 
+_OWN = ("param", "buffer", "const")
+"""The roles of what a program reads beside the batch."""
 _DROPOUTS = {f"{kind}dropout{end}" for kind in ("", "alpha_", "feature_", "feature_alpha_") for end in ("", "_")}
 _DROPOUTS |= {"dropout1d", "dropout2d", "dropout3d"}
 _WITH_DROPOUT = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}

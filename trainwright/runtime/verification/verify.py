@@ -44,6 +44,7 @@ from .comparison import (
     relative,
     worst_of,
 )
+from .ranks_draws import RanksDraws
 from .reference import Eager, Exact, MakeOptimizer, Reference, Step, Tensors, as_double, outputs_of
 
 PeakOf = Callable[[Program, Decisions, Sequence[int], Mapping[str, list[int]]], int]
@@ -66,7 +67,8 @@ def verify(
 
     model_fn: returns `(model, batch)` or `(model, batch, loss_fn)` with values that are equal on every rank; called for each run.
     dtype: `float64` (bar 1e-9; a model's own casts to fp32 are lifted, in both runs) or `fp32` (bar: the larger of 1e-5 and
-    five times the same tensor's single-process error of fp32 against float64; the reference is the model itself).
+    five times the same tensor's single-process error of fp32 against float64; the reference is the model itself, or what was
+    captured of it where it draws random numbers).
     make_optimizer: named parameters → optimizer; with it the update is compared, and the peak of two steps is measured.
     peak_of: predicts a rank's peak again from the measured rows, for plans whose rows depend on the data.
 
@@ -108,9 +110,13 @@ class _Comparison:
         self.has_no_logits = plan.loss_chunks > 0
         """Whether outputs may be missing: a loss in chunks does not materialise its logits."""
         self.notes: list[str] = []
-        self.exact = Exact(plan, *_parts(model_fn()))
-        self.single: Reference = self.exact if is_exact else Eager(*_parts(model_fn()))
         self.parallel = _Parallel(plan, *_parts(model_fn()), lifted=is_exact, seed=seed)
+        ranks = self.parallel.ranks
+        self.exact = Exact(plan, *_parts(model_fn()), ranks)
+        self.single: Reference = self.exact
+        if not is_exact:
+            parts = _parts(model_fn())
+            self.single = Exact(plan, *parts, ranks, lifted=False) if ranks.keys else Eager(*parts)
 
     def run(self) -> dict[str, Any]:
         """Run all comparisons and return the fields of the report."""
@@ -205,6 +211,8 @@ class _Parallel:
         self.module = ParallelModule(model, plan, program, decisions, None, seed, loss_fn is not None)
         self.module.train()
         self.module.use_dropout = False
+        self.ranks = RanksDraws(program, decisions, seed, self.module.device)
+        """The random numbers that all ranks draw, for the reference."""
         self._dtype = torch.float64 if lifted else torch.get_default_dtype()
         self._part = plan.shard_batch(as_batch(batch))
         self._sampled = sampled_params(program, decisions.splits)
@@ -215,6 +223,7 @@ class _Parallel:
         with default_dtype(self._dtype):
             if self._sampled:
                 self._draw()
+                self.module.num_steps = 0  # of the random numbers that the reference draws
             loss = find_loss(self._output())
             loss.backward()
         buffers = self._of_all_stages({name: buffer.detach().clone() for name, buffer in self.module.named_buffers()})
@@ -248,6 +257,7 @@ class _Parallel:
     def evaluate(self) -> Tensors:
         """Return loss and whole outputs in evaluation mode."""
         self.module.eval()
+        self.module.num_steps = 0
         with torch.no_grad(), default_dtype(self._dtype):
             found = outputs_of(self._output())
         whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in found.items()}
