@@ -107,12 +107,13 @@ def with_dropout(**_: Any) -> Any:
 
 
 def drawn(**_: Any) -> Any:
-    """Random numbers of all kinds: for each example, for each of its features by its values, and for a parameter."""
+    """Random numbers of all kinds: for each example, for all of its features, for each by its values, and for a parameter."""
 
     def forward(self: Any, x: Tensor, y: Tensor) -> Tensor:
         time = torch.randint(1, 50, (x.shape[0],), device=x.device) / 50
         inner = torch.tanh(self.first(x + time[:, None] * torch.randn_like(x)))
         inner = inner * torch.bernoulli(torch.sigmoid(inner.detach())) + torch.rand(inner.shape, dtype=x.dtype)
+        inner = inner * x.new_empty(x.shape[0], 1).bernoulli_(0.8) + F.dropout(inner[:, :1], 0.3, self.training)
         weight = self.second.weight + 0.1 * torch.randn_like(self.second.weight)
         return F.cross_entropy(F.rrelu(F.linear(inner, weight), training=self.training), y)
 

@@ -324,6 +324,8 @@ class _Comparison:
     def _of_parts(self, op: Op, known: bool) -> list[_State]:
         loop, factor = self._loop(op)
         signature = op.signature
+        if loop in signature.whole and not _reads_values(op):  # as `x.new_zeros(len(x))`
+            return [self._made(op, tensor, known=True) for tensor in op.outputs]
         if not signature.known or loop in signature.whole or loop in signature.joint:
             self._refuse("examples that are computed each by itself", f"{op.key} takes the whole batch together")
         if loop in signature.reduced:

@@ -65,7 +65,7 @@ class Compute(_Numbered):
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     axes: tuple[int, ...] = ()
-    """The mesh axes that split the op's loops; its random numbers differ along these alone."""
+    """The mesh axes along which its results are parts; its random numbers differ along these alone."""
     internal_recomputed: bool = False
     """True if the backward recomputes what the op saves internally (statistics, masks) by running it again."""
     internal_offloaded: bool = False

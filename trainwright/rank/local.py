@@ -167,7 +167,12 @@ class _Builder:
         function = _unless_empty(op, function, outputs, self.communicator, exchanges)
         if sampled is not None:
             sampled = _unless_empty(op, sampled, outputs, self.communicator, exchanges)
-        axes = tuple(axis for axis, loop in enumerate(split) if loop >= 0)
+        # an op that broadcasts along the loop that its group splits has the same results on all ranks, and draws the same
+        axes = tuple(
+            axis
+            for axis, loop in enumerate(split)
+            if loop >= 0 and any(value.layout[axis] != REPLICATE for value in outputs)
+        )
         self._emit_op(op, function, args, kwargs, inputs, outputs, op.region.index, axes, sampled)
 
     def _emit_op(self, op: Op, function: Any, args: Any, kwargs: Any, inputs: list[Value], outputs: list[Value], region: int,
