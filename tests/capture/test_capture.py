@@ -225,6 +225,26 @@ def test_a_shape_changed_in_place_is_a_view(name: str) -> None:
     assert_same_step(graph_step(captured, Reshaped(), batch), eager_step(Reshaped(), batch))
 
 
+def test_operands_that_a_loss_makes_alike_are_expanded_where_they_have_to_be() -> None:
+    """`mse_loss` and others begin with `broadcast_tensors`, an op of several results."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            rows = self.inner(x)
+            alike, other = torch.broadcast_tensors(rows[:, None], y[None])
+            return F.mse_loss(rows, y) + (alike * other).mean()
+
+    model, batch = Net(), {"x": torch.randn(3, 4), "y": torch.randn(3, 4)}
+    captured = capture(model, batch)
+    assert not _named(captured, "broadcast_tensors")
+    assert len(_named(captured, "expand")) == 2
+    assert_same_step(graph_step(captured, model, batch), eager_step(model, batch))
+
+
 def test_no_activation_is_written_in_place() -> None:
     model, batch, _ = _user_model(plain.build_inplace)
     captured = capture(model, batch)

@@ -13,11 +13,9 @@ from tests.pool import Pool
 from trainwright.capture.cached import cached_capture
 from trainwright.program.program import build_program
 
-SPEC = "tests/models/micro.py:drawn"
 
-
-def report_of(pool: Pool, plan: tw.Plan, dtype: str = "float64") -> tw.Report:
-    given = {"spec": SPEC, "options": {}}
+def report_of(pool: Pool, plan: tw.Plan, dtype: str = "float64", name: str = "drawn") -> tw.Report:
+    given = {"spec": f"tests/models/micro.py:{name}", "options": {}}
     found = pool.run("trainwright.cli.workers:verify", timeout_s=280, model=given, plan=plan.to_json(), dtype=dtype)
     report = tw.Report.model_validate(found[0])
     assert report.passed, report
@@ -50,6 +48,13 @@ def test_each_micro_batch_draws_its_own(pool2: Pool) -> None:
     report = report_of(pool2, tw.plan(*micro.drawn(), hardware="cpu:2", micro_batches=2))
     assert "evaluation was not compared: each micro-batch draws its own random numbers" in report.notes
     assert report.max_relative_error_gradient < 1e-12
+
+
+def test_with_a_loss_in_chunks(pool2: Pool) -> None:
+    """Whose op the plan's corrections name."""
+    plan = tw.plan(*micro.noised(), hardware="cpu:2", micro_batches=2, loss_chunks=2)
+    assert plan.loss_chunks == 2
+    report_of(pool2, plan, name="noised")
 
 
 def test_another_step_draws_others_and_is_not_the_same(pool2: Pool) -> None:

@@ -19,6 +19,12 @@ def draws(op: Op) -> bool:
     return private.is_random(target)
 
 
+def draws_without_dropout(op: Op) -> bool:
+    """Tell whether an op draws random numbers in a run that treats every dropout probability as zero."""
+    rule = find(op.name)
+    return draws(op) and not rule.masks and rule.dropout is None
+
+
 def needs_state(op: Op) -> bool:
     """Tell whether an op draws random numbers or writes a buffer, so that it needs the state of the run."""
     return draws(op) or bool(op.writes)

@@ -94,15 +94,12 @@ def parallelize(
     tier = resting(plan, tier, replicas)
     _check_ranks(plan, replicas)
     check_same_loss(plan, loss_fn)
-    autocast = DTYPES[plan.autocast] if plan.autocast else None
-    program = capture_step(
-        model, plan_batch(plan), loss_fn, autocast, plan.micro_batches, plan.corrections, loss_chunks=plan.loss_chunks
-    )
+    program = planned_program(plan, model, loss_fn)
     decisions = decisions_of(program, plan)
     module = ParallelModule(
         model, plan, program, decisions, weights, _shared_seed(seed), loss_fn is not None, replicas_of(replicas), tier
     )
-    module.take_other_shapes(model, loss_fn, autocast)
+    module.take_other_shapes(model, loss_fn, autocast_of(plan))
     return module
 
 
@@ -153,6 +150,19 @@ def _tier_of(options: TierOptions, plan: Plan, decisions: Decisions, replicas: R
 def plan_batch(plan: Plan) -> Any:
     """Return a batch of the plan's shapes on the meta device, as the model is called."""
     return batch_like(plan, planned_shapes(plan))
+
+
+def planned_program(plan: Plan, model: nn.Module, loss_fn: Any) -> Program:
+    """Return the program that the plan runs: of one micro-batch, with its corrections, and its loss in the plan's chunks."""
+    batch, chunks = plan_batch(plan), plan.loss_chunks
+    return capture_step(
+        model, batch, loss_fn, autocast_of(plan), plan.micro_batches, plan.corrections, loss_chunks=chunks
+    )
+
+
+def autocast_of(plan: Plan) -> torch.dtype | None:
+    """Return the dtype of the plan's autocast; None where it has none."""
+    return DTYPES[plan.autocast] if plan.autocast else None
 
 
 class ParallelModule(nn.Module):

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops import find
 from ...program.decisions import Decisions
-from ...program.drawing import draws
+from ...program.drawing import draws_without_dropout
 from ...program.layout import num_elements
-from ...program.program import Op, Program
+from ...program.program import Program
 from ...rank.execute import Executor
 from ...rank.instructions import Compute, Value
 from ...rank.local import build_local
@@ -28,12 +27,6 @@ from ...rank.reshard import SimulatedCommunicator
 from ...rank.run_state import Call, RunState
 from ...torch_internals.dtypes import default_dtype, in_precision
 from ..sharding import own_part
-
-
-def draws_without_dropout(op: Op) -> bool:
-    """Tell whether an op draws random numbers in a run that treats every dropout probability as zero."""
-    rule = find(op.name)
-    return draws(op) and not rule.masks and rule.dropout is None
 
 
 @dataclass(frozen=True)
@@ -51,6 +44,7 @@ class RanksDraws:
 
     def __init__(self, program: Program, decisions: Decisions, seed: int, device: torch.device) -> None:
         self.program, self.mesh, self.seed, self.device = program, decisions.mesh, seed, device
+        self.default = program.lifted or torch.get_default_dtype()
         self.keys = frozenset(op.key for op in program.ops if draws_without_dropout(op))
         """The ops that draw."""
         self.parts: dict[str, dict[tuple[int, ...], _Part]] = defaultdict(dict)
@@ -84,7 +78,7 @@ class RanksDraws:
                     value.index: self._own(env[index].to(self.device, _dtype(self.program, value)), value, part.coords)
                     for index, value in zip(whole.inputs, part.inputs)
                 }
-                with default_dtype(self.program.lifted or torch.float32):
+                with default_dtype(self.default):
                     part.call(own, state)
                 for index, value in zip(whole.outputs, part.outputs):
                     found[index] = self._with_part(found.get(index), own[value.index], value, part.coords)

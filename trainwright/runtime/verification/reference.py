@@ -14,10 +14,8 @@ from ...artifacts import Plan, UserError
 from ...capture.call import call_model, loss_of
 from ...capture.export import as_batch, capture
 from ...ops.local import replace_arg
-from ...profiler.step import DTYPES
 from ...program.decisions import Decisions
 from ...program.lift import lift_dtypes
-from ...program.micro_batches import capture_step
 from ...program.program import Program, build_program
 from ...rank.accumulate import Accumulator
 from ...rank.execute import Executor
@@ -27,7 +25,7 @@ from ...rank.run_state import RunState
 from ...torch_internals.dtypes import default_dtype, in_precision
 from ...torch_internals.private import flatten_batch
 from ..batch import planned_cut
-from ..module import LossOutput, plan_batch
+from ..module import LossOutput, autocast_of, plan_batch, planned_program
 from .ranks_draws import RanksDraws
 
 Tensors = Mapping[str, Tensor]
@@ -95,27 +93,25 @@ class Exact(Reference):
         lifted: bool = True,
     ) -> None:
         self._plan, self._ranks, self._dtype = plan, ranks, torch.float64 if lifted else torch.get_default_dtype()
-        self._in_runs = ranks is not None and bool(ranks.keys) and plan.micro_batches > 1
-        self._training = self._captured(model, loss_fn, training=True)
-        try:
-            self._evaluation: Program | UserError = self._captured(model, loss_fn, training=False)
-        except UserError as error:
-            self._evaluation = error
+        self._evaluation: Program | UserError
+        if ranks is not None and ranks.keys and plan.micro_batches > 1:
+            self._training = planned_program(plan, model, loss_fn)
+            self._evaluation = UserError("each micro-batch draws its own random numbers")
+        else:
+            self._training = self._captured(model, loss_fn, training=True)
+            try:
+                self._evaluation = self._captured(model, loss_fn, training=False)
+            except UserError as error:
+                self._evaluation = error
+        for program in (self._training, self._evaluation):
+            if lifted and isinstance(program, Program):
+                lift_dtypes(program)
         self._has_loss_fn = loss_fn is not None
         super().__init__(*(as_double(model, batch) if lifted else (model, batch)))
 
     def _captured(self, model: nn.Module, loss_fn: Any, training: bool) -> Program:
-        plan = self._plan
-        autocast = DTYPES[plan.autocast] if plan.autocast else None
-        if self._in_runs and not training:
-            raise UserError("each micro-batch draws its own random numbers")
-        if self._in_runs:
-            program = capture_step(model, plan_batch(plan), loss_fn, autocast, plan.micro_batches, plan.corrections)
-        else:
-            program = build_program(capture(model, plan_batch(plan), loss_fn, training=training, autocast=autocast))
-        if self._dtype == torch.float64:
-            lift_dtypes(program)
-        return program
+        batch, autocast = plan_batch(self._plan), autocast_of(self._plan)
+        return build_program(capture(model, batch, loss_fn, training=training, autocast=autocast))
 
     def step(self) -> Step:
         """Run forward and backward, and return their results."""
@@ -147,15 +143,14 @@ class Exact(Reference):
         tensors: dict[str, Tensors] = {
             "param": dict(self.model.named_parameters()),
             "buffer": dict(self.model.named_buffers()),
+            "input": dict(flatten_batch(self.batch)[0]),
         }
-        batch = dict(flatten_batch(self.batch)[0])
-        sources = {
-            t: t.value if t.role == "const" else tensors[t.role][t.key] for t in program.tensors if t.role in _OWN
-        }
+        needed = (tensor for tensor in program.tensors if tensor.role != "op")
+        sources = {t: t.value if t.role == "const" else tensors[t.role][t.key] for t in needed}
         if program.num_runs == 1:
-            return executor.run({**sources, **{t: batch[t.key] for t in program.inputs}}, state)
+            return executor.run(sources, state)
         cut = planned_cut(self._plan)
-        pieces = {tensor: cut.pieces(tensor.key, batch[tensor.key]) for tensor in program.inputs}
+        pieces = {tensor: cut.pieces(tensor.key, sources.pop(tensor)) for tensor in program.inputs}
         parts = [{tensor: found[run] for tensor, found in pieces.items()} for run in range(program.num_runs)]
         return Accumulator(executor).run(sources, parts, state)
 
@@ -187,8 +182,6 @@ class Eager(Reference):
             return loss_of(self.model, self.batch, self._loss_fn, output), output
 
 
-_OWN = ("param", "buffer", "const")
-"""The roles of what a program reads beside the batch."""
 _DROPOUTS = {f"{kind}dropout{end}" for kind in ("", "alpha_", "feature_", "feature_alpha_") for end in ("", "_")}
 _DROPOUTS |= {"dropout1d", "dropout2d", "dropout3d"}
 _WITH_DROPOUT = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}

@@ -22,13 +22,12 @@ from ...capture.export import as_batch
 from ...profiler.kernels.allocator import measure, peak_on_gpu, static_bytes
 from ...program.decisions import Decisions
 from ...program.lift import lift_dtypes
-from ...program.micro_batches import capture_step
 from ...program.plan_text import decisions_of
 from ...program.program import Program
 from ...program.sampling import sampled_params
 from ...torch_internals.dtypes import default_dtype, in_precision
 from ..batch import to_device
-from ..module import DTYPES, ParallelModule, _check_ranks, full_gradients, full_state_dict, plan_batch
+from ..module import ParallelModule, _check_ranks, full_gradients, full_state_dict, planned_program
 from ..pipe import check_stages
 from ..training.train import Timer, train_step
 from .comparison import (
@@ -283,10 +282,7 @@ def _parts(built: Any) -> tuple[nn.Module, Any, Any]:
 
 def _program(plan: Plan, model: nn.Module, loss_fn: Any, lifted: bool) -> tuple[Program, Decisions]:
     check_same_loss(plan, loss_fn)
-    autocast = DTYPES[plan.autocast] if plan.autocast else None
-    program = capture_step(
-        model, plan_batch(plan), loss_fn, autocast, plan.micro_batches, plan.corrections, loss_chunks=plan.loss_chunks
-    )
+    program = planned_program(plan, model, loss_fn)
     decisions = decisions_of(program, plan)
     if lifted:
         lift_dtypes(program)
