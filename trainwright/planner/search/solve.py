@@ -402,10 +402,15 @@ class Solver:
         return None if solution.values is None else read_choice(solution.values, self.plain()[1], None).options
 
     def first_stages(self, settings: Settings) -> list[Mapping[Decision, int]]:
-        """Return the fastest sharding whose parameters and optimizer states rest in a share of the budget, for each share."""
-        assert settings.budget_bytes is not None
-        found = (self.first_stage(settings, share * settings.budget_bytes) for share in SHARES)
-        return [options for options in found if options is not None]
+        """Return the fastest sharding whose parameters and optimizer states rest in a share of the budget, for each share.
+
+        The first is the fastest of all, if it rests in the budget: as parameters travel where no memory binds.
+        """
+        budget = settings.budget_bytes
+        assert budget is not None
+        fastest = self._options_of(self.without_memory(settings))
+        fits = fastest is not None and self._at_rest(fastest) <= budget
+        return _different([fastest if fits else None, *(self.first_stage(settings, share * budget) for share in SHARES)])
 
     def first_stage(
         self, settings: Settings, static_bytes: float, fastest: Mapping[Decision, int] | None = None

@@ -1,6 +1,7 @@
 """The two-stage baseline: shard first with activations ignored, then recompute for that sharding alone.
 
-The first stage must guess how much of the budget parameters may take; several shares are tried and the best is kept.
+The first stage must guess how much of the budget parameters may take; several shares are tried, and the sharding that is
+fastest without a budget, and the best is kept.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ def solve_two_stage(solver: Solver, settings: Settings) -> Answer | Infeasible:
         return solver.solve(settings)
     began_s = settings.deadline.work_s
     results = []
-    for options in solver.first_stages(settings):
+    shardings = solver.first_stages(settings)
+    part_s = settings.time_limit_s / max(1, len(shardings))
+    for options in shardings:
         allowed = {decision: frozenset([option]) for decision, option in options.items()}
         fixed = replace(settings.restriction, allowed=allowed)
-        results.append(solver.solve(replace(settings, restriction=fixed, time_limit_s=settings.time_limit_s / 3)))
+        results.append(solver.solve(replace(settings, restriction=fixed, time_limit_s=part_s)))
     answers = [result for result in results if isinstance(result, Answer)]
     if answers:
         best = min(answers, key=lambda answer: answer.objective_s)
