@@ -184,7 +184,7 @@ def test_joint_is_no_slower_than_a_recipe_where_the_objective_is_off(num, hardwa
 
 
 def test_where_everything_fits_two_stage_takes_the_fastest_sharding():
-    """The objective by which shardings for a share of the budget are chosen is that of plans within one, which ranks others first."""
+    """Shardings for a share of the budget are chosen by the objective of plans within one, which ranks others first."""
     (place,) = task(tiny_program("resnet-tiny"), "2xh100", mesh=(2,), budget_bytes=2**30).places
     steps = {recipe: place.overlapped(solve_on(place, recipe))[1].step_s for recipe in ("joint", "two-stage")}
     assert steps["two-stage"] == steps["joint"]
