@@ -410,7 +410,9 @@ class Solver:
         assert budget is not None
         fastest = self._options_of(self.without_memory(settings))
         fits = fastest is not None and self._at_rest(fastest) <= budget
-        return _different([fastest if fits else None, *(self.first_stage(settings, share * budget) for share in SHARES)])
+        return _different(
+            [fastest if fits else None, *(self.first_stage(settings, share * budget) for share in SHARES)]
+        )
 
     def first_stage(
         self, settings: Settings, static_bytes: float, fastest: Mapping[Decision, int] | None = None
