@@ -53,6 +53,12 @@ class Piece:
     """The group whose backward is the first to need it."""
     away_bytes: float = 0.0
     """Of one instance's need, what comes back only then."""
+    made_at: float = 0.0
+    """The moment of the region's reruns at which it is made: that of group i is i, what is converted for it comes before."""
+    read_until: float = 0.0
+    """The last moment before whose end it is still to be read."""
+    again_bytes: float = 0.0
+    """What is made again, of one instance."""
 
     @property
     def kept_bytes(self) -> float:
@@ -67,6 +73,16 @@ class Piece:
         if is_last:
             return max(self.kept_bytes, needed) - (self.needed_bytes if is_done else 0.0)
         return 0.0 if is_done else needed
+
+    def beside(self, moment: float, position: int, count: int, is_result: bool) -> float:
+        """Return what the last instance has at a moment of its reruns, less what it has where the group at `position` begins."""
+        if moment > self.read_until:
+            return 0.0
+        found = 0.0 if moment <= self.made_at or is_result else self.again_bytes
+        if count - 1 in self.members and self.last <= position:
+            found += self.kept_bytes - self.own_bytes(count - 1, position, count)
+            found += 0.0 if self.first < position else self.away_bytes
+        return found
 
 
 def _of_the_sharding(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -382,16 +398,20 @@ class Oracle:
             made = {decision.group.index: self._size(stored) * count - away}
             needed, passed_on = self._present_bytes(stored), self._is_passed_on(stored)
             first = self._first_reader(stored)
-            yield Piece(decision, range(decision.count), made, last, needed, passed_on, first, away / decision.count)
+            members = range(decision.count)
+            again = self._size(stored) * fate.reruns.get(decision, 0) / decision.count
+            yield Piece(
+                decision, members, made, last, needed, passed_on, first, away / decision.count,
+                *self._when_remade(stored), again,
+            )  # fmt: skip
         for decision in self.problem.groups:
             inner = decision.inner_bytes[self.options[decision]]
             if inner:
                 here, away = decision.group.index, fate.leaves.get(decision, 0)
                 num = decision.count - fate.reruns.get(decision, 0) - away
                 members = range(decision.count)
-                yield Piece(
-                    decision, members, {here: inner * num}, here, inner, False, here, inner * away / len(members)
-                )
+                share, when = inner * away / len(members), here - 0.25
+                yield Piece(decision, members, {here: inner * num}, here, inner, False, here, share, when, when)
         for use in dict.fromkeys(use for use, _ in self.changed):
             yield self._copies(fate, use)
 
@@ -405,7 +425,17 @@ class Oracle:
             away += size * leaving / use.count
         readers = [d.position for d in use.demands if any(d.saves)] or [0]
         needed = sum(size for want, (size, _) in converted.items() if _is_saved(use, want))
-        return Piece(use, use.members, made, min(readers), needed, False, max(readers), away)
+        again = sum(size * fate.converts.get((use, want), 0) / use.count for want, (size, _) in converted.items())
+        positions = [demand.position for demand in use.demands]
+        when = min(positions) - 0.75, max(positions) - 0.5
+        return Piece(use, use.members, made, min(readers), needed, False, max(readers), away, *when, again)
+
+    @_of_the_sharding
+    def _when_remade(self, stored: Stored) -> tuple[float, float]:
+        """Return the moment of the reruns that makes an output again, and until when it is still to be read."""
+        own = stored.source.decision.group.index
+        readers = [demand.position for use in stored.uses if use.inside for demand in use.demands]
+        return own, max([own, *(position - 0.5 for position in readers)])
 
     @_of_the_sharding
     def _converted(self, use: Use) -> dict[Want, tuple[int, int]]:
@@ -438,7 +468,7 @@ class Oracle:
     def _backward_bytes(self, fate: Fate, pieces: list[Piece], decision: Decision, member: int) -> float:
         position, own = decision.group.index, decision.region_class
         region = own.members[member].index
-        total = self._momentary_bytes(fate, pieces, decision)
+        total = self._momentary_bytes(fate, pieces, decision, member)
         for piece in pieces:
             if piece.owner.region_class is own and not piece.passed_on:
                 total += piece.own_bytes(member, position, own.multiplicity)
@@ -469,33 +499,50 @@ class Oracle:
                 total += num * param.rest_bytes[self.options[param]]
         return total
 
-    def _momentary_bytes(self, fate: Fate, pieces: list[Piece], decision: Decision) -> float:
+    def _momentary_bytes(self, fate: Fate, pieces: list[Piece], decision: Decision, member: int) -> float:
         """The most that kernels, changes of their gradients' layouts, or the reruns before them hold."""
         option = self.options[decision]
         moments = [decision.transient_bytes[option]]
         if brought_back := self._brought_back_bytes(decision):
             moments.append(decision.made_bytes[option] + brought_back - self._released_bytes(pieces, decision))
         of_class = [other for other in self.problem.groups if other.region_class is decision.region_class]
-        for other in of_class if decision is of_class[-1] else ():
-            share = fate.reruns.get(other, 0) / other.count
-            moments.append(decision.given_bytes[option] + share * other.rerun_bytes[self.options[other]])
         if decision is of_class[-1]:
-            moments += [decision.given_bytes[option] + held for held in self._converting_bytes(fate, decision)]
+            is_last = member == decision.count - 1
+            for moment, held, use in self._rerun_bytes(fate, of_class, is_last):
+                beside = self._beside(pieces, decision, moment, use) if is_last else 0.0
+                moments.append(decision.given_bytes[option] + held + beside)
         return float(max(moments))
 
-    def _converting_bytes(self, fate: Fate, decision: Decision) -> list[float]:
-        """Return the bytes held while each tensor of the region is converted again, its operand included if nothing keeps that."""
+    def _beside(self, pieces: list[Piece], decision: Decision, moment: float, use: Use | None) -> float:
+        """Return what the last instance has beside a rerun, less what the last group's backward begins with."""
+        own = [piece for piece in pieces if piece.owner.region_class is decision.region_class and not piece.passed_on]
+        position, count = decision.group.index, decision.count
+        return sum(piece.beside(moment, position, count, piece.owner is use) for piece in own)
+
+    def _rerun_bytes(
+        self, fate: Fate, of_class: list[Decision], is_last: bool
+    ) -> Iterator[tuple[float, float, Use | None]]:
+        """Yield (moment of a rerun, bytes that it holds for a moment, what it converts).
+
+        Of the first of several instances a tensor that is converted counts too if nothing keeps it.
+        """
+        for other in of_class:
+            share = fate.reruns.get(other, 0) / other.count
+            sizes = other.remade_bytes if is_last else other.rerun_bytes
+            yield other.group.index, share * sizes[self.options[other]], None
         held: dict[Use, float] = {}
         for (use, want), num in fate.converts.items():
-            if use.region_class is decision.region_class and not use.source.is_param:
-                held[use] = held.get(use, 0.0) + num / use.count * self._converted_bytes(use, want)
-        return list(held.values())
+            if use.region_class is of_class[-1].region_class and not use.source.is_param:
+                size = self._converted_bytes(use, want, is_last)
+                held[use] = held.get(use, 0.0) + num / use.count * size
+        for use, size in held.items():
+            yield min(demand.position for demand in use.demands) - 0.5, size, use
 
     @_of_the_sharding
-    def _converted_bytes(self, use: Use, want: Want) -> float:
+    def _converted_bytes(self, use: Use, want: Want, is_last: bool) -> float:
         stored = self.stored_of[use]
         size = self.problem.costs.change_bytes(use.source.tensor, self._native(use), want[0])
-        is_kept = not use.inside or stored.own_saved or stored.boundary or stored.held
+        is_kept = is_last or not use.inside or stored.own_saved or stored.boundary or stored.held
         return size if is_kept else size + self._size_of(use)
 
     def _released_bytes(self, pieces: list[Piece], decision: Decision) -> float:

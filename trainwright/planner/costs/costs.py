@@ -326,10 +326,14 @@ class CostModel:
         return share
 
     def forward_bytes(self, group: Group, op: Op, split: Split) -> int:
-        """Return the peak bytes that the forward of `op` holds beside its inputs, its outputs and what it saves."""
-        own = self._own_record(group, op, split)
-        whole = self.records[op].forward_bytes
-        return int(whole * self.work_share(group, op, split)) if own is None else own.forward_bytes
+        """Return the peak bytes that the forward of `op` holds beside its inputs, its outputs and what it saves.
+
+        They are scaled as the op's work, or measured, as those of `backward_bytes` are.
+        """
+        found = self._inner_of(group, op, split).record
+        if found is not None:
+            return found.forward_bytes
+        return int(self.records[op].forward_bytes * self.work_share(group, op, split))
 
     def internal_bytes(self, group: Group, op: Op, split: Split) -> int:
         """Return the memory that `op` saves and that is neither an input nor an output; copies of inputs are."""

@@ -98,12 +98,15 @@ class _Builder:
             decisions = self.problem.of_class(region_class)
             for decision in decisions:
                 momentary = self._momentary(decision)
-                if decision is decisions[-1]:
-                    momentary += reruns.moments(decisions)
                 if decision is decisions[0] and (scattered := self._coming_to_rest(region_class)):
                     momentary.append(scattered)
-                held = self.model.largest("what a group's backward holds for a moment", momentary)
                 for member in {0, region_class.multiplicity - 1}:
+                    moments = momentary
+                    if decision is decisions[-1] and member == region_class.multiplicity - 1:
+                        moments = [*momentary, *reruns.of_last(decisions, self.items[region_class])]
+                    elif decision is decisions[-1]:
+                        moments = [*momentary, *reruns.of_first(decisions)]
+                    held = self.model.largest("what a group's backward holds for a moment", moments)
                     terms = self._row(region_class, member, decision)
                     self._hold(memory, [(static, 1.0), *terms, *held], _row_name("backward", decision, member))
         forward = ForwardMemory(self.model, self.problem, self.sharding, self.recompute, self.changes)

@@ -124,9 +124,9 @@ class Model:
         return len(self.row_lower) - 1
 
     def largest(self, name: str, alternatives: Iterable[Terms]) -> Terms:
-        """Return the terms of the largest of several sums, none of which is below 0: a column that is no less than each."""
+        """Return the terms of the largest of several sums, at least 0: a column that is no less than each."""
         found = [terms for terms in alternatives if terms]
-        if len(found) < 2:
+        if len(found) < 2 and all(factor >= 0 for terms in found for _, factor in terms):
             return found[0] if found else []
         most = self.column()
         for terms in found:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...program.blocks import RegionClass
 from ...program.layout import Layout
@@ -35,6 +35,8 @@ class Item:
     """A piece of memory that may be kept or rederived; columns in MiB."""
 
     region_class: RegionClass
+    owner: Decision | Use
+    """The group that makes it, or the use that it is a copy for."""
     members: frozenset[int]
     """The instances that have it."""
     position: float
@@ -47,6 +49,49 @@ class Item:
     held_waiting: int
     """As `held` and `present`, before the group that uses it first."""
     waiting: int
+    made_at: float = -math.inf
+    """The moment of a region's reruns at which it is made (`rerun_memory`); -∞ if it is there where they begin."""
+    read_until: float = -math.inf
+    """The last moment of the reruns that reads it."""
+    again: Terms = field(default_factory=list)
+    """The bytes of one instance that is made again, in MiB, by the share of the instances that are."""
+    away: Terms = field(default_factory=list)
+    """The same of an instance that is offloaded."""
+
+    def beside(self, moment: float, position: float, is_result: bool) -> Terms:
+        """Return what the last instance holds at a moment of its reruns, less what the row of the group at `position` counts.
+
+        Before it is made again, that is what is kept; then, until the last rerun has read it, all of it, whether a backward
+        needs it or not. is_result: it is the result of what happens at that moment, and counted there.
+        """
+        if moment > self.read_until:
+            return []
+        counted: Terms = []
+        if self.region_class.multiplicity - 1 in self.members and self.position <= position:
+            is_waiting = self.first < position
+            counted = [(self.kept, 1.0), (self.held_waiting if is_waiting else self.held, -1.0)]
+            counted += [] if is_waiting else self.away
+        return counted if moment <= self.made_at or is_result else [*counted, *self.again]
+
+
+def when_converted(use: Use, sharding: Sharding) -> tuple[float, float]:
+    """Return at which moment reruns convert a tensor for a use, and the last that reads the copy.
+
+    In buckets, parameters are gathered before the first rerun.
+    """
+    if use.source.is_param and sharding.joined.in_buckets:
+        return -math.inf, -math.inf
+    positions = [demand.position for demand in use.demands]
+    return min(positions) - 0.75, max(positions) - 0.5
+
+
+def copies_made_again(problem: Problem, recompute: Recompute) -> dict[Use, Terms]:
+    """Return the bytes of each use's copies in one instance, in MiB, by the share of the instances that convert again."""
+    found: dict[Use, Terms] = defaultdict(list)
+    for (use, native, want), column in recompute.convert.items():
+        size = problem.costs.copy_bytes(use.source.tensor, native, want[0])
+        found[use].append((column, size / use.count / MIB))
+    return found
 
 
 def find_items(model: Model, problem: Problem, sharding: Sharding, recompute: Recompute) -> list[Item]:
@@ -57,6 +102,7 @@ def find_items(model: Model, problem: Problem, sharding: Sharding, recompute: Re
 class _Builder:
     def __init__(self, model: Model, problem: Problem, sharding: Sharding, recompute: Recompute) -> None:
         self.model, self.problem, self.sharding, self.recompute = model, problem, sharding, recompute
+        self.again = copies_made_again(problem, recompute)
         self.flows: dict[Use, list[tuple[tuple[int, ...], tuple, int]]] = defaultdict(list)
         for (use, native, want), column in sharding.flow.items():
             self.flows[use].append((native, want, column))
@@ -94,7 +140,16 @@ class _Builder:
             # Of one use with one want, one flow is 1; of several wants, each is a need of its own.
             needs += [served] if has_one_want(use) else [[term] for term in served]
         positions = (stored.position, stored.first_position)
-        return self._item(source.decision, range(source.decision.count), positions, kept, needs, instance)
+        assert source.decision.group is not None
+        made_at = source.decision.group.index
+        read_until = max((d.position for use in stored.uses if use.inside for d in use.demands), default=made_at) - 0.5
+        again = [
+            (self.recompute.rerun[source.decision, option], sizes[native] / source.decision.count)
+            for option, native in enumerate(source.natives)
+            if (source.decision, option) in self.recompute.rerun
+        ]
+        reruns = made_at, max(made_at, read_until), again
+        return self._item(source.decision, range(source.decision.count), positions, kept, needs, instance, reruns)
 
     def _inner(self, decision: Decision) -> Item:
         assert decision.group is not None
@@ -102,9 +157,11 @@ class _Builder:
         columns = [self.recompute.keep_inner[decision, option] for option in range(len(sizes))]
         kept = list(zip(columns, sizes))
         needs = list(zip(self.sharding.choice[decision], sizes))
+        made_at = decision.group.index - 0.25  # while the group itself is rerun, that is there
         return self._item(
-            decision, range(decision.count), (decision.inner_until, decision.group.index), kept, [needs], needs
-        )
+            decision, range(decision.count), (decision.inner_until, decision.group.index), kept, [needs], needs,
+            (made_at, made_at, []),
+        )  # fmt: skip
 
     def _copies(self, use: Use) -> Item:
         """The converted copies of a use; wants that differ share no memory, so they add up."""
@@ -121,7 +178,8 @@ class _Builder:
         positions = (
             min((demand.until for demand in readers), default=0), max((demand.position for demand in readers), default=0)
         )  # fmt: skip
-        return self._item(use, use.members, positions, kept, [needs], needs, padding)
+        reruns = (*when_converted(use, self.sharding), self.again[use])
+        return self._item(use, use.members, positions, kept, [needs], needs, reruns, padding)
 
     def _item(
         self,
@@ -131,6 +189,7 @@ class _Builder:
         kept: Terms,
         needs: list[Terms],
         instance: Terms,
+        reruns: tuple[float, float, Terms],
         padding: Terms | None = None,
     ) -> Item:
         """Add the columns of one piece; `instance`: the MiB of one instance; `padding`: what kept ones hold more."""
@@ -150,9 +209,11 @@ class _Builder:
             self.model.row("sums of bytes", [(present, 1.0), *leaving, (waiting, -1.0)], upper=0.0)
             held_waiting = self._at_least(kept_column, waiting)
         last, first = positions
+        away = [(column, -size) for column, size in leaving]
         return Item(
-            owner.region_class, frozenset(members), last, first, kept_column, held, present, held_waiting, waiting
-        )
+            owner.region_class, owner, frozenset(members), last, first, kept_column, held, present, held_waiting, waiting,
+            *reruns, away,
+        )  # fmt: skip
 
     def _here(self, kept: Terms, count: int) -> tuple[Terms, Terms]:
         """Return the terms of the instances that stay, and the negative terms of one instance's offloaded share."""

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ...program.blocks import RegionClass
 from ...program.groups import Group, Split
@@ -35,6 +35,7 @@ class _Builder:
         """Maps a tensor to the tensor of its class's representative."""
         self.uses: list[Use] = []
         self.saved: dict[RegionClass, set[Tensor]] = {}
+        self.last_readers: dict[RegionClass, dict[Tensor, Op]] = {}
         self.largest_bytes = max((tensor.num_bytes for tensor in program.params if tensor.is_trained), default=0)
         """The bytes of the largest parameter that is trained."""
 
@@ -58,8 +59,8 @@ class _Builder:
                 self._add_uses(region_class, tensor, found)
         stored = self._stored(groups)
         self._add_rerun_s(groups, {found.source.tensor for found in stored if found.boundary or found.held})
-        buffers = sum(tensor.num_bytes for tensor in self.program.tensors if tensor.role == "buffer")
-        static = buffers + self.optimizer.once_bytes()
+        buffers = [tensor.num_bytes for tensor in self.program.tensors if tensor.role == "buffer"]
+        static = sum(map(self.costs.taken_bytes, buffers)) + self.optimizer.once_bytes()
         return Problem(
             self.program, self.costs, self.optimizer, self.samples, groups, params, self.uses, stored, static,
             self._saved_constants(groups),
@@ -145,17 +146,36 @@ class _Builder:
         group, region_class = decision.group, decision.region_class
         assert group is not None
         assert region_class is not None
-        saved = self._saved_roots(region_class)
-        spaces, reruns = [], []
+        saved, last, root_of = (
+            self._saved_roots(region_class),
+            self._last_readers(region_class),
+            self.costs.records.root,
+        )
+        spaces, reruns, remade = [], [], []
         for op in group.ops:
             space = self.costs.forward_bytes(group, op, split)
-            around = [(t, group.input_layout(op, k, split)[0]) for k, t in enumerate(op.inputs) if t.role == "op"]
-            around += [(t, group.output_layout(op, k, split)) for k, t in enumerate(op.outputs)]
-            passing = {t: layout for t, layout in around if self.costs.records.root(t) not in saved and not _is_free(t)}
+            made = {t: group.output_layout(op, k, split) for k, t in enumerate(op.outputs)}
+            read = {t: group.input_layout(op, k, split)[0] for k, t in enumerate(op.inputs) if t.role == "op"}
+            passing = {t: layout for t, layout in {**read, **made}.items() if root_of(t) not in saved}
+            # what is handed on inside the group, or read for the last time; a memory row counts what others still read
+            handed = {
+                t: layout for t, layout in passing.items() if t.producer in group.ops or last.get(root_of(t)) is op
+            }
             spaces.append(space)
-            reruns.append(space + sum(self.costs.block_bytes(t, layout) for t, layout in passing.items()))
+            reruns.append(space + self._bytes_of(passing))
+            remade.append(space + self._bytes_of({**handed, **made}))
         decision.workspace_bytes.append(max(spaces))
         decision.rerun_bytes.append(max(reruns))
+        decision.remade_bytes.append(max(remade))
+
+    def _bytes_of(self, layouts: Mapping[Tensor, Layout]) -> int:
+        """Return the memory of tensors in their layouts; views of one memory count once, and what each rank slices not at all."""
+        sizes: dict[Tensor, int] = {}
+        for tensor, layout in layouts.items():
+            if not _is_free(tensor):
+                root = self.costs.records.root(tensor)
+                sizes[root] = max(sizes.get(root, 0), self.costs.block_bytes(tensor, layout))
+        return sum(sizes.values())
 
     def _add_given_bytes(self, decision: Decision, split: tuple[int, ...]) -> None:
         """Add the bytes of the gradients at which the group's backward begins."""
@@ -165,6 +185,14 @@ class _Builder:
         decision.given_bytes.append(
             sum(self.costs.block_bytes(t, group.output_layout(op, op.outputs.index(t), split)) for t, op in given)
         )
+
+    def _last_readers(self, region_class: RegionClass) -> dict[Tensor, Op]:
+        """Return the last op in the region to read each memory, by the root of what lies in it."""
+        if region_class not in self.last_readers:
+            ops = region_class.representative.ops
+            found = {self.costs.records.root(tensor): op for op in ops for tensor in op.inputs}
+            self.last_readers[region_class] = found
+        return self.last_readers[region_class]
 
     def _saved_roots(self, region_class: RegionClass) -> set[Tensor]:
         """Return the roots of the memory that some backward in the region needs."""

@@ -62,6 +62,8 @@ class Decision:
     """The peak bytes that the forward of one of its ops holds temporarily, beside its outputs and what it saves."""
     rerun_bytes: list[int] = field(default_factory=list)
     """The same in a rerun, with the tensors that the op reads or makes there and that no backward needs."""
+    remade_bytes: list[int] = field(default_factory=list)
+    """The same in a rerun, with all that the op makes there, and what the group's ops hand on that no backward needs."""
     given_bytes: list[int] = field(default_factory=list)
     """The bytes of the gradients of the tensors that other groups read."""
     rest_bytes: list[int] = field(default_factory=list)
