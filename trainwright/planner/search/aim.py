@@ -94,7 +94,7 @@ class Search:
             self._missed_s = answer.objective_s
             self._misses += 1
             # where less in the rows is not as much less in truth, larger steps
-            self.aim += (0.02 + self._misses) * left - 0.001 * self.budget
+            self.aim += (0.02 + self._misses) * left + max(left, -0.001 * self.budget)
         if (
             self.high is not None
             and math.isfinite(self._below)

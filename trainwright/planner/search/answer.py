@@ -98,6 +98,9 @@ class Least:
     rows_peak: float
     rows_bound: float
     binding: tuple[str, ...]
+    slower: Answer | None = None
+    """The same sharding with more recomputed, where a budget was asked for that `answer` does not fit: no row is fuller than it
+    must be."""
 
 
 @dataclass(eq=False)

@@ -87,6 +87,8 @@ class Effort:
     """So many more shardings are proposed under one row budget, without those that do not fit, while the gap is wide."""
     refits: int = 6
     """What is kept is chosen anew for one sharding so often."""
+    refits_of_least: int = 3
+    """The same for the sharding of what holds least, where that fits."""
     bisects_known: bool = False
     """True where refits of a known sharding go back up between two row budgets; those of a proposed one do in a small model."""
     simulates_below: float = math.inf

@@ -243,9 +243,11 @@ class Fitting:
 
     def _find_least(self) -> Least | Outcome:
         least = self._least or self.solver.least(self.settings)
-        if not isinstance(least, Outcome):
-            self._least_rows_bytes = least.rows_bound
-        return least
+        if isinstance(least, Outcome):
+            return least
+        self._least_rows_bytes = least.rows_bound
+        fits = least.answer.simulation.peak_bytes <= self.budget < math.inf
+        return self.solver.keeping_more(least, self.budget, self.settings) if fits else least
 
     def _may_hold_less(self, least: Least) -> bool:
         """Return true where the smallest plan misses the budget by less than the rows count too much of it.

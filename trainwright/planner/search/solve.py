@@ -29,6 +29,7 @@ from ..model.recompute import Recompute, add_recompute
 from ..model.sharding import Sharding, add_sharding
 from ..problem.problem import Decision, Problem
 from ..problem.recipes import Restriction, restriction
+from .aim import Search
 from .answer import Answer, Infeasible, Least, Settings, Simulate, refused
 from .effort import Effort
 from .fitting import Fitting
@@ -297,12 +298,42 @@ class Solver:
         budget = settings.budget_bytes
         if isinstance(found, Outcome) or budget is None or found.answer.simulation.peak_bytes <= budget:
             return found
+        if found.slower is not None and found.slower.simulation.peak_bytes <= budget:
+            return replace(found, answer=found.slower)
         least = self._smaller(found, self.starts(replace(settings, budget_bytes=None)), settings)
         if least.answer.simulation.peak_bytes > budget:
             of_budget = self._smaller(least, self.starts(settings), settings)
             if of_budget.answer.simulation.peak_bytes <= budget:
                 return of_budget
         return least
+
+    def keeping_more(self, least: Least, budget: float, settings: Settings) -> Least:
+        """Return what holds least, and fits, with less recomputed, as far as the budget allows with the same sharding."""
+        search = Search(budget, least.rows_peak)
+        search.note(least.answer)
+        for _ in range(self.effort.refits_of_least):
+            if search.is_narrow:
+                break
+            fastest = self._with_sharding(least.answer.choice.options, search.aim, settings)
+            if fastest.values is not None:
+                search.note(self._of_one_sharding(fastest, settings), self.full()[3].peak_bytes(fastest.values))
+            elif not search.note_nothing():
+                break
+        return least if search.best is None else replace(least, answer=search.best)
+
+    def _with_sharding(self, options: Options, row_budget: float, settings: Settings) -> Solution:
+        """Return the fastest solution with one sharding; its end does not hang on the solves before."""
+        model, sharding, recompute, memory = self.full()
+        set_budget(model, memory, row_budget)
+        limit = min(self.effort.longest_least_s, settings.time_limit_s)
+        same = replace(settings.held_to(options), deadline=settings.deadline.afresh(limit))
+        return solve_in_stages(same.stages(model, sharding, recompute, None, limit))
+
+    def _of_one_sharding(self, fastest: Solution, settings: Settings) -> Answer:
+        """Return an answer that is proven for its sharding alone."""
+        _, sharding, recompute, _ = self.full()
+        choice = read_choice(values_of(fastest), sharding, recompute)
+        return self.answer(replace(fastest, bound=settings.floor_s), settings.floor_s, choice)
 
     def _smaller(self, least: Least, known: Iterable[Options], settings: Settings) -> Least:
         """Return the smallest of an answer and those with known shardings, with what is proven of all."""
@@ -317,6 +348,7 @@ class Solver:
         model, sharding, recompute, memory = self.full()
         set_budget(model, memory, math.inf)
         limit = min(self.effort.longest_least_s, settings.time_limit_s)
+        budget = settings.budget_bytes
         # the smallest plan that one question names is found again by the next, whatever that asks for and solves before
         settings = replace(settings, budget_bytes=None, deadline=settings.deadline.afresh(limit))
         stages = settings.stages(model, sharding, recompute, self.starts_for(settings), limit)
@@ -328,19 +360,18 @@ class Solver:
         binding = _tight_rows(model, memory, solution.values)
         choice = read_choice(solution.values, sharding, recompute)
         # The same sharding, with no more recomputation than that budget asks for.
-        set_budget(model, memory, rows_peak * 1.0001 + 1024)
-        same = replace(settings.held_to(choice.options), deadline=settings.deadline.afresh(limit))
-        fastest = solve_in_stages(same.stages(model, sharding, recompute, None, limit))
-        if fastest.values is not None:
-            # proven for this sharding alone
-            found = replace(fastest, bound=settings.floor_s)
-            choice = read_choice(fastest.values, sharding, recompute)
-        else:
+        fastest = self._with_sharding(choice.options, rows_peak * 1.0001 + 1024, settings)
+        answer = None if fastest.values is None else self._of_one_sharding(fastest, settings)
+        slower = None
+        if answer is None or (budget is not None and answer.simulation.peak_bytes > budget):
             hidden = sharding.hidden
             in_full_s = (lambda values: float(np.dot(model.cost, values))) if hidden is None else hidden.in_full_s
             found = replace(solution, bound=-math.inf, objective=in_full_s(solution.values))
-        answer = self.answer(found, settings.floor_s, choice)
-        return Least(answer, rows_peak, rows_peak * (1 - min(1.0, solution.gap)), binding)
+            slower = self.answer(found, settings.floor_s, choice)
+        bound = rows_peak * (1 - min(1.0, solution.gap))
+        least = slower if answer is None else answer
+        assert least is not None
+        return Least(least, rows_peak, bound, binding, slower)
 
     def _mostly_peak(self, settings: Settings) -> dict[int, float]:
         """The cost of what the rows hold at their peak, in MiB; in a large model, with a little of the seconds.
