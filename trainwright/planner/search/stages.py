@@ -280,6 +280,9 @@ def _fates(recompute: Recompute | None, restriction: Restriction) -> dict[int, f
         fate = restriction.fates.get(stored.source.decision)
         if not stored.held and not (stored.boundary and fate == "recompute"):
             _pin(fixed, recompute, column, fate)
+    for (use, _), column in recompute.keep_copy.items():
+        if column in recompute.leaves and restriction.fates.get(use.source.decision) == "keep":
+            fixed[recompute.leaves[column]] = 0.0
     for key, column in recompute.states.items():
         fate = restriction.fates.get(key[0])
         if fate == "state-keep":
