@@ -432,6 +432,17 @@ def test_the_smallest_plan_is_the_same_for_every_budget(share):
     assert [*found.answer.choice.options.values()] == [*least.answer.choice.options.values()]
 
 
+def test_what_holds_least_keeps_more_of_the_same_sharding_where_the_budget_allows() -> None:
+    (place,) = task(deep_program(NUM_DEEP), "2xh100").places
+    settings = place.settings("joint")
+    least = place.solver.least(settings)
+    budget = 1.1 * least.answer.simulation.peak_bytes
+    more = place.solver.keeping_more(least, budget, settings).answer
+    assert more.choice.options == least.answer.choice.options
+    assert least.answer.simulation.peak_bytes < more.simulation.peak_bytes <= budget
+    assert more.objective_s < least.answer.objective_s
+
+
 def simulated(peak_bytes: int, objective_s: float = 1.0) -> SimpleNamespace:
     return SimpleNamespace(simulation=SimpleNamespace(peak_bytes=peak_bytes), objective_s=objective_s, gap=0.0)
 

@@ -68,8 +68,12 @@ class RerunMemory:
         """
         region_class, last = _class_of(decisions), _position(decisions[-1])
         owners = {item.owner for item in items}
-        passing = [(use, terms) for use, terms in self._copies.items() if use.region_class is region_class]
-        passing = [(use, terms) for use, terms in passing if use not in owners]
+        # copies that no backward needs are no items
+        passing = [
+            (use, terms)
+            for use, terms in self._copies.items()
+            if use.region_class is region_class and use not in owners
+        ]
 
         def beside(moment: float, result: Use | None = None) -> Iterator[tuple[int, float]]:
             for item in items:

@@ -82,6 +82,7 @@ def when_converted(use: Use, sharding: Sharding) -> tuple[float, float]:
     if use.source.is_param and sharding.joined.in_buckets:
         return -math.inf, -math.inf
     positions = [demand.position for demand in use.demands]
+    # before i − ½, so that it counts while another tensor is converted for the same group
     return min(positions) - 0.75, max(positions) - 0.5
 
 

@@ -319,7 +319,7 @@ class Solver:
                 search.note(self._of_one_sharding(fastest, settings), self.full()[3].peak_bytes(fastest.values))
             elif not search.note_nothing():
                 break
-        return least if search.best is None else replace(least, answer=search.best)
+        return replace(least, answer=search.best or least.answer)
 
     def _with_sharding(self, options: Options, row_budget: float, settings: Settings) -> Solution:
         """Return the fastest solution with one sharding; its end does not hang on the solves before."""
@@ -339,7 +339,7 @@ class Solver:
         """Return the smallest of an answer and those with known shardings, with what is proven of all."""
         each = [least]
         for options in known:
-            found = self._least_by_rows(settings.held_to(options))
+            found = self._least_by_rows(replace(settings.held_to(options), budget_bytes=None))
             each += [found] if isinstance(found, Least) else []
         smallest = min(each, key=lambda least: least.answer.simulation.peak_bytes)
         return replace(smallest, rows_bound=least.rows_bound)
