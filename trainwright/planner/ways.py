@@ -16,7 +16,7 @@ from .model.hidden import EXPOSED_WITHIN
 from .model.outcome import Outcome
 from .problem.recipes import restriction
 from .search.answer import Answer, Infeasible, Settings
-from .search.effort import CLOSE, GAP, NEAR
+from .search.effort import CLOSE, GAP, NEAR, Effort
 from .search.guard import faster_kept, no_slower_than_known, proposed_one_by_one, unproven
 from .search.proposals import first_that_fits
 from .search.solve import Solver, both
@@ -32,10 +32,6 @@ _KNOWN = "fsdp"
 """The recipe that `joint` is held against where that takes little: of those that hold little, it is solved soonest."""
 RANK_OF_REFUSED = 1
 """The rank of that recipe where the search of everything found nothing in its time."""
-_LEAST_S = 30.0
-"""The seconds that it then has at least: few choices take that long on a loaded machine only."""
-_GROWTH = 12.0
-"""The factor by which one more axis lengthens a relaxation."""
 
 
 class Space:
@@ -110,7 +106,8 @@ class Ways(Space):
         if not known or self.is_relaxed:
             return False
         near = max((num for num in known if num <= num_axes), default=min(known))
-        return known[near] * _GROWTH ** max(0, num_axes - near) > incumbent.deadline.left_s
+        growth = Effort.axis_factor ** max(0, num_axes - near)
+        return known[near] * growth > incumbent.deadline.left_s
 
     def search(self, incumbent: Incumbent, is_last: bool) -> Iterator[Space]:
         if not self.is_relaxed and math.isfinite(incumbent.step_s):  # there is something to hold its bound against
@@ -119,7 +116,7 @@ class Ways(Space):
             return
         task = self.place.task
         if self.refused is not None:
-            incumbent.deadline.extend(_LEAST_S)
+            incumbent.deadline.extend(Effort.after_refusal_s)
         is_only = is_last and len(self.ways) == 1 and task.variants is None
         is_whole = is_only or self.is_again or self.turn == self._last or self.known is not None
         task.deadline = incumbent.deadline if is_whole else incumbent.deadline.first_part()

@@ -5,23 +5,24 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from .effort import GAP, NEAR
+from .effort import GAP, NEAR, Effort
 
 if TYPE_CHECKING:
     from .answer import Answer
     from .progress import ProgressLine
 
-_NARROW = 0.2 * NEAR
-"""Aims that differ by this share of the budget are nearly one."""
-_SPENT = 0.02 * NEAR
-"""Aims that differ by this share of the budget are as near one another as sizes of values are."""
-
 
 class Search:
     """Looks for the rows' budget whose answer just fits the true one, by what the simulations say."""
 
-    def __init__(self, budget: float, aim: float | None = None, progress: ProgressLine | None = None) -> None:
-        self.budget, self.aim = budget, float(budget if aim is None else aim)
+    def __init__(
+        self,
+        budget: float,
+        effort: Effort,
+        aim: float | None = None,
+        progress: ProgressLine | None = None,
+    ) -> None:
+        self.budget, self.aim, self.effort = budget, float(budget if aim is None else aim), effort
         self.low: float | None = None
         """The largest aim whose answer fitted."""
         self.high: float | None = None
@@ -39,12 +40,12 @@ class Search:
     @property
     def is_narrow(self) -> bool:
         """True once the next aim would be nearly one of those before."""
-        return self._is_within(_NARROW)
+        return self._is_within(self.effort.narrow)
 
     @property
     def is_spent(self) -> bool:
         """True once aims are as near one another as sizes of values are."""
-        return self._is_within(_SPENT)
+        return self._is_within(self.effort.spent)
 
     @property
     def is_flat(self) -> bool:
@@ -54,7 +55,7 @@ class Search:
     @property
     def is_closed(self) -> bool:
         """True once the smallest aim whose answer did not fit is near one that let in what fits, or nothing that is wanted."""
-        return self.high is not None and self.high - self._below < _NARROW * self.budget
+        return self.high is not None and self.high - self._below < self.effort.narrow * self.budget
 
     @property
     def _below(self) -> float:
@@ -67,7 +68,7 @@ class Search:
     def note_nothing(self) -> bool:
         """Move on from an aim that let in nothing that is wanted; False where no larger one is left to try."""
         self._empty = max(self._empty, self.aim)
-        if self.high is None or self.high - self.aim < _SPENT * self.budget:
+        if self.high is None or self.high - self.aim < self.effort.spent * self.budget:
             return False
         self.aim = (self.aim + self.high) / 2
         return True
@@ -88,13 +89,13 @@ class Search:
             self.low, self._fitted_s = self.aim, answer.objective_s
             self.offer(answer)
             self.is_full = left <= NEAR * self.budget
-            self.aim += 0.97 * left
+            self.aim += self.effort.step_up * left
         else:
             self.high = self.aim = min(self.aim, rows_peak)
             self._missed_s = answer.objective_s
             self._misses += 1
             # where less in the rows is not as much less in truth, larger steps
-            self.aim += (0.02 + self._misses) * left + max(left, -0.001 * self.budget)
+            self.aim += (self.effort.step_down + self._misses) * left + max(left, -self.effort.most_more * self.budget)
         if (
             self.high is not None
             and math.isfinite(self._below)
@@ -102,7 +103,7 @@ class Search:
         ):
             # where more in the rows let in nothing faster, there may be nothing up to what did not fit: that is asked at once
             middle = (self._below + self.high) / 2
-            self.aim = max(middle, self.high - _SPENT * self.budget / 2) if is_known else middle
+            self.aim = max(middle, self.high - self.effort.spent * self.budget / 2) if is_known else middle
 
 
 def _rank(answer: Answer) -> tuple[float, float]:

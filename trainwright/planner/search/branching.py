@@ -29,10 +29,6 @@ from .effort import Effort
 
 NO_WEIGHT = 1e-6
 """An option to which a relaxation gives no more is not mixed in."""
-_TRIALS = 3
-"""Groups whose children are looked at before one of them is branched on, where nothing is known of them yet."""
-_BEYOND = 0.3
-"""The gain, as a share of the parent's objective, that a child without a solution counts as."""
 Allowed = Mapping[Decision, frozenset[int]]
 Child = tuple[frozenset[int], Vertex]
 """The options that one decision is held to, and the relaxation's solution then."""
@@ -40,11 +36,11 @@ Leaf = Callable[[Mapping[Decision, int]], Solution]
 """Options → the best solution with those."""
 
 
-def connections(sharding: Sharding) -> dict[Decision, float]:
+def connections(sharding: Sharding, param_weight: float) -> dict[Decision, float]:
     """Return how many readings each group takes part in, over all blocks: deciding it decides much else."""
     found: dict[Decision, float] = defaultdict(float)
     for use in dict.fromkeys(use for use, _, _ in sharding.flow):
-        weight = 0.25 if use.source.is_param else 1.0
+        weight = param_weight if use.source.is_param else 1.0
         found[use.source.decision] += use.count * len(use.demands) * weight
         for demand in use.demands:
             found[demand.decision] += use.count * weight
@@ -203,7 +199,7 @@ class Branching:
         best_known = max(known, key=lambda d: self._expected(d) * mixed[d], default=None)
         floor = -1.0 if best_known is None else self._expected(best_known) * mixed[best_known]
         chosen, kept = best_known, None
-        for decision in fresh[: _TRIALS if best_known is None else 1]:
+        for decision in fresh[: self.effort.trials if best_known is None else 1]:
             children, gain = self._children(allowed, vertex, decision)
             if gain > floor:
                 floor, chosen, kept = gain, decision, children
@@ -227,11 +223,11 @@ class Branching:
         for part in [*(frozenset([k]) for k in weighted), *([rest] if rest else [])]:
             child = self._solve({**allowed, decision: part}, vertex)
             if child is None:
-                rises.append(_BEYOND)
+                rises.append(self.effort.gain_without)
                 continue
             found.append((part, child))
             rises.append((child.objective - vertex.objective) / max(abs(vertex.objective), 1e-12))
-        gain = min(rises) + 0.1 * sum(rises) / len(rises) + (1.0 if not found else 0.0)
+        gain = min(rises) + self.effort.mean_weight * sum(rises) / len(rises) + (1.0 if not found else 0.0)
         self._gains.setdefault(decision, []).append(gain)
         return found, gain
 

@@ -78,6 +78,10 @@ class Effort:
     """The share of looking beside an answer, and of going on from what holds least."""
     later_way_share: float = 1 / 2
     """The share of a later way for parameters to travel."""
+    after_refusal_s: float = 30.0
+    """The seconds that a recipe has at least where the search of everything found nothing in its time: it has few choices."""
+    axis_factor: float = 12.0
+    """The factor by which one more axis lengthens a relaxation."""
 
     # What is looked at
 
@@ -89,6 +93,11 @@ class Effort:
     """What is kept is chosen anew for one sharding so often."""
     refits_of_least: int = 3
     """The same for the sharding of what holds least, where that fits."""
+    rest_shares: tuple[float, ...] = (1.0, 0.5, 0.25)
+    """The shares of the budget that a sharding which is chosen first may take at rest."""
+    kept_bytes_weight: float = 0.01
+    """Where the least memory is looked for, the seconds of the fastest step count as this share of what it holds if all is kept:
+    without them most columns cost nothing, and the relaxation has many optimal vertices."""
     bisects_known: bool = False
     """True where refits of a known sharding go back up between two row budgets; those of a proposed one do in a small model."""
     simulates_below: float = math.inf
@@ -109,6 +118,30 @@ class Effort:
     """True where known shardings always begin with the wide one."""
     worth: float = 0.01
     """The share of a step that all shareable latencies must take for buckets to be worth a search, where nothing is hidden."""
+
+    # How row budgets follow one another (`aim`)
+
+    narrow: float = 0.2 * NEAR
+    """Row budgets that differ by this share of the budget are nearly one."""
+    spent: float = 0.02 * NEAR
+    """Row budgets that differ by this share are as near one another as sizes of values are."""
+    step_up: float = 0.97
+    """The next row budget is larger by this share of the memory that an answer leaves."""
+    step_down: float = 0.02
+    """The next row budget is smaller by the memory that an answer lacks and this share of it."""
+    most_more: float = 0.001
+    """It is smaller by as much once more, but by no more than this share of the budget."""
+
+    # How branch and bound chooses (`branching`)
+
+    param_weight: float = 0.25
+    """The weight of a parameter among what a group exchanges, beside an activation's."""
+    trials: int = 3
+    """Groups whose children are looked at before one of them is branched on, where nothing is known of them yet."""
+    gain_without: float = 0.3
+    """The gain, as a share of the parent's objective, that a child without a solution counts as."""
+    mean_weight: float = 0.1
+    """The weight of the mean gain of a group's children, beside the least."""
 
     @classmethod
     def of(cls, problem: Problem) -> Effort:

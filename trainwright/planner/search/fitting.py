@@ -40,7 +40,7 @@ class Fitting:
     ) -> None:
         self.solver, self.settings, self.budget, self.wider = solver, settings, budget, wider
         self.effort = solver.effort
-        self.search = Search(budget, aim, settings.progress)
+        self.search = Search(budget, self.effort, aim, settings.progress)
         self._deadline = settings.deadline.part(settings.time_limit_s)
         self._earlier: tuple[float, np.ndarray] | None = None
         self._least: Least | None = None
@@ -275,18 +275,18 @@ class Fitting:
         options = answer.choice.options
         if 0 <= left <= NEAR * self.budget or tuple(options.values()) in self._held:
             return
-        own = Search(self.budget, rows_peak)
+        own = Search(self.budget, self.effort, rows_peak)
         own.note(answer)
         self._fit(options, own, bound, bisects=self.solver.is_small)
 
     def fitted(self, options: Options) -> Answer | None:
         """Return the fastest answer with one sharding that fits; None where there is none below the cutoff."""
         bisects = self.effort.bisects_known
-        self._fit(options, Search(self.budget, self.search.aim), -math.inf, bisects)
+        self._fit(options, Search(self.budget, self.effort, self.search.aim), -math.inf, bisects)
         if self.search.best is None and not self.solver.hides:
             aim = self.solver.aim_of(options, self.budget)
             if aim > self.search.aim:
-                self._fit(options, Search(self.budget, aim), -math.inf, bisects)
+                self._fit(options, Search(self.budget, self.effort, aim), -math.inf, bisects)
         return self.search.best
 
     def beside(self, answer: Answer) -> Answer | None:

@@ -36,14 +36,6 @@ from .fitting import Fitting
 from .stages import Options, Starts, held_at, relaxed_bound, solve_in_stages
 
 Allowed = Mapping[Decision, frozenset[int]]
-SHARES = (1.0, 0.5, 0.25)
-"""The shares of the budget that a sharding which is chosen first may take at rest."""
-TIME_WEIGHT = 0.04
-"""What seconds count beside bytes where the least memory is looked for: without, most columns cost nothing and the
-relaxation's vertices are many."""
-
-_KEPT_TO_LEAST = 4
-"""A rough ratio of the fastest sharding's memory to the least possible one; it only scales `TIME_WEIGHT`."""
 
 
 class Solver:
@@ -309,7 +301,7 @@ class Solver:
 
     def keeping_more(self, least: Least, budget: float, settings: Settings) -> Least:
         """Return what holds least, and fits, with less recomputed, as far as the budget allows with the same sharding."""
-        search = Search(budget, least.rows_peak)
+        search = Search(budget, self.effort, least.rows_peak)
         search.note(least.answer)
         for _ in range(self.effort.refits_of_least):
             if search.is_narrow:
@@ -381,7 +373,7 @@ class Solver:
         model, _, _, memory = self.full()
         cost, floor_s = {memory.peak: 1.0}, self.lower_bound_s()
         if model.num_columns > self.effort.few_columns and floor_s > 0:
-            rate = TIME_WEIGHT * self.kept_bytes(settings) / _KEPT_TO_LEAST / MIB / floor_s
+            rate = self.effort.kept_bytes_weight * self.kept_bytes(settings) / MIB / floor_s
             cost.update({column: rate * seconds for column, seconds in enumerate(model.cost) if seconds})
         return cost
 
@@ -408,7 +400,8 @@ class Solver:
         found: list[Mapping[Decision, int] | None] = [self._options_of(self.without_memory(settings))]
         found += [self._fastest(settings, extra) for extra in (sharded, params)]
         if settings.budget_bytes is not None:
-            found += [self.first_stage(settings, share * settings.budget_bytes, found[0]) for share in SHARES]
+            shares = self.effort.rest_shares
+            found += [self.first_stage(settings, share * settings.budget_bytes, found[0]) for share in shares]
         return _different(found)
 
     def of_recipes(self, settings: Settings) -> list[Mapping[Decision, int]]:
@@ -441,9 +434,8 @@ class Solver:
         assert budget is not None
         fastest = self._options_of(self.without_memory(settings))
         fits = fastest is not None and self._at_rest(fastest) <= budget
-        return _different(
-            [fastest if fits else None, *(self.first_stage(settings, share * budget) for share in SHARES)]
-        )
+        in_shares = (self.first_stage(settings, share * budget) for share in self.effort.rest_shares)
+        return _different([fastest if fits else None, *in_shares])
 
     def first_stage(
         self, settings: Settings, static_bytes: float, fastest: Mapping[Decision, int] | None = None

@@ -81,9 +81,10 @@ def solve_in_stages(stages: Stages, cost: Mapping[int, float] | None = None) -> 
     elif model.num_columns - len(fixed) <= stages.effort.few_columns:
         found = _whole(stages, held, root, left)
     else:
+        weight = connections(stages.sharding, stages.effort.param_weight)
         branching = Branching(
-            relaxation, stages.sharding.choice, frozenset(fixed), connections(stages.sharding), held.solve, stages.gap,
-            stages.patience, left, stages.cutoff, stages.progress,
+            relaxation, stages.sharding.choice, frozenset(fixed), weight, held.solve, stages.gap, stages.patience, left,
+            stages.cutoff, stages.progress,
             lambda vertex: _among_mixed(stages, held, vertex, stages.effort.mixed_share * left), stages.effort, deadline,
         )  # fmt: skip
         if known is not None and known.objective < stages.cutoff:
