@@ -22,33 +22,6 @@ _SLOWEST = 4.0
 
 
 @dataclass(eq=False)
-class Pace:
-    """How many pivots branch and bound does between two moments at which it may be interrupted, by what ended before.
-
-    Its work is well measured by its pivots, which are known once it has ended, and badly by those moments: 10 to 300 pivots
-    lie between two, by the model and the budget.
-
-    >>> pace = Pace()
-    >>> pace.note(180, 58_000)
-    >>> pace.pivots_in(10)
-    3000.0
-    """
-
-    moments: int = 20
-    pivots: int = 2000
-
-    def note(self, moments: int, pivots: int) -> None:
-        """Take in a solve that has ended."""
-        if moments:
-            self.moments += moments
-            self.pivots += pivots
-
-    def pivots_in(self, moments: int) -> float:
-        """Estimate the pivots between so many moments."""
-        return moments * self.pivots / self.moments
-
-
-@dataclass(eq=False)
 class _Question:
     """What all parts of one question's time share."""
 
@@ -65,8 +38,6 @@ class Deadline:
     >>> deadline.count(4.0)
     >>> deadline.limited(60), deadline.part(3).limited(60), Deadline().limited(60), Deadline(0).limited(60)
     (6.0, 3.0, 60, 0.5)
-    >>> deadline.part(3).pace is deadline.pace, deadline.afresh(3).pace is deadline.pace
-    (True, False)
     >>> late = Deadline(0)
     >>> late.has_passed, late.part(3).has_passed, late.afresh(3).has_passed, late.afresh(3).limited(60)
     (True, True, False, 3.0)
@@ -80,8 +51,6 @@ class Deadline:
         self.seconds, self._began = seconds, time.perf_counter()
         self._question = _Question(self._began + (seconds if clock_s is None else clock_s))
         self._until_s, self._afresh_until = seconds, -math.inf
-        self.pace = Pace()
-        """The pace of branch and bound, by the solves before."""
 
     @property
     def work_s(self) -> float:
@@ -146,16 +115,15 @@ class Deadline:
         found = Deadline.__new__(Deadline)
         found.seconds, found._began, found._question = self.seconds, self._began, self._question
         found._until_s, found._afresh_until = self.work_s + self.limited(seconds), self._afresh_until
-        found.pace = self.pace
         return found
 
     def afresh(self, seconds: float) -> Deadline:
-        """Return a deadline for a solve whose end must not hang on the solves before: with time and a pace of its own.
+        """Return a deadline for a solve whose end must not hang on the solves before: with time of its own.
 
         The clock may have ended the question; it ends this only after `_SLOWEST` times as long, and Ctrl-C does at once.
         """
         found = self.part(0.0)
-        found._until_s, found.pace = self.work_s + seconds, Pace()
+        found._until_s = self.work_s + seconds
         found._afresh_until = time.perf_counter() + _SLOWEST * seconds
         return found
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from .deadline import LEAST_S, Deadline, Pace
+from .deadline import LEAST_S, Deadline
 from .outcome import Outcome
 
 Terms = list[tuple[int, float]]
@@ -31,6 +33,8 @@ _NODE_PIVOT_S, _NODE_PIVOT_ENTRY_S = 150e-6, 0.5e-9
 _BEGIN_ENTRY_S = 0.8e-6
 """The work of each coefficient before a solve: its row written, passed on and presolved."""
 _MOST_PIVOTS = 2**31 - 2
+_PIVOTS = re.compile(r"%.*\s(\d+)([km]?)\s+[\d.]+s\s*$")
+"""The end of a line of the solver's log: the pivots so far, in thousands or millions where they are many, and the time."""
 
 
 @dataclass(frozen=True)
@@ -178,20 +182,22 @@ class Model:
             self._start(highs, start)
         if progress is not None and not relaxed:
             _listen(highs, progress, scale)
-        work = self._work(relaxed, deadline.pace)
+        work = self._work(relaxed)
         if not relaxed:
+            _count_pivots(highs, work)
             _stop_when_good(highs, patience, time_limit_s, deadline, work, scale * cutoff)
         highs.run()
-        deadline.count(work.after(max(0, highs.getInfo().simplex_iteration_count)))
+        work.pivots = max(0, highs.getInfo().simplex_iteration_count)
+        deadline.count(work.seconds)
         return _read(highs, relaxed, scale)
 
-    def _work(self, relaxed: bool, pace: Pace) -> _Work:
+    def _work(self, relaxed: bool) -> _Work:
         size = len(self.coefficients)
         if relaxed:
             pivot_s = _PIVOT_S + _PIVOT_ENTRY_S * size + _PIVOT_PAIR_S * self.num_rows**2
         else:
             pivot_s = _NODE_PIVOT_S + _NODE_PIVOT_ENTRY_S * size
-        return _Work(_BEGIN_ENTRY_S * size, pivot_s, pace)
+        return _Work(_BEGIN_ENTRY_S * size, pivot_s)
 
     def _pass(
         self, relaxed: bool, fixed: Mapping[int, float], cost: Mapping[int, float] | None, scale: float = 1.0
@@ -228,7 +234,7 @@ class Model:
         scale = _scale_of(self.cost if cost is None else cost.values())
         highs = self._pass(True, fixed, cost, scale)
         highs.setOptionValue("threads", 1)
-        return Relaxation(highs, self._work(True, Pace()), _WARM_ENTRY_S * len(self.coefficients), scale)
+        return Relaxation(highs, self._work(True), _WARM_ENTRY_S * len(self.coefficients), scale)
 
     def _start(self, highs, values: np.ndarray) -> None:
         import highspy
@@ -240,21 +246,15 @@ class Model:
 
 @dataclass
 class _Work:
-    """The work of one solve: estimated while it goes on, counted once it has ended."""
+    """The work of one solve, by its pivots so far."""
 
     begin_s: float
     pivot_s: float
-    pace: Pace
-    moments: int = 0
+    pivots: int = 0
 
     @property
     def seconds(self) -> float:
-        return self.begin_s + self.pivot_s * self.pace.pivots_in(self.moments)
-
-    def after(self, pivots: int) -> float:
-        """Return the seconds of the whole solve, which took so many pivots."""
-        self.pace.note(self.moments, pivots)
-        return self.begin_s + self.pivot_s * pivots
+        return self.begin_s + self.pivot_s * self.pivots
 
 
 @dataclass(frozen=True)
@@ -353,12 +353,38 @@ def _scale_of(costs: Iterable[float]) -> float:
     return 2.0 ** max(0, -math.floor(math.log2(largest))) if largest > 0 else 1.0
 
 
+def pivots_in(line: str) -> int | None:
+    """Return the pivots that a line of the solver's log tells of; None where it tells of none.
+
+    >>> line = " T      49       4        20  42.19%   14.8            16.04              7.77%      171     52    301{}     0.9s"
+    >>> pivots_in(line.format("      2704")), pivots_in(line.format("     1234k")), pivots_in("60 cols, 1500 nonzeros 0s")
+    (2704, 1234000, None)
+    """
+    found = _PIVOTS.search(line)
+    return None if found is None else int(found[1]) * {"": 1, "k": 10**3, "m": 10**6}[found[2]]
+
+
+def _count_pivots(highs: Any, work: _Work) -> None:
+    """Count the pivots of branch and bound while it goes on, node by node: no callback tells them, and the log does."""
+
+    def heard(event) -> None:
+        pivots = pivots_in(event.message)
+        if pivots is not None:
+            work.pivots = pivots
+
+    highs.setOptionValue("output_flag", True)
+    highs.setOptionValue("log_to_console", False)
+    # until 1.13 the callback is silent where neither a console nor a file is
+    highs.setOptionValue("log_file", os.devnull)
+    highs.setOptionValue("mip_min_logging_interval", 0.0)
+    highs.cbLogging.subscribe(heard)
+
+
 def _stop_when_good(
     highs: Any, patience: Patience | None, time_limit_s: float, deadline: Deadline, work: _Work, cutoff: float
 ) -> None:
     def asked(event) -> None:
         out = event.data_out
-        work.moments += 1
         is_good = patience is not None and out.mip_gap <= patience.gap_after(work.seconds)
         is_good = is_good or out.mip_dual_bound >= cutoff
         is_late = out.running_time > LEAST_S and deadline.is_over
