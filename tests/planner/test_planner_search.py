@@ -458,6 +458,16 @@ def simulated(peak_bytes: int, objective_s: float = 1.0) -> SimpleNamespace:
     return SimpleNamespace(simulation=SimpleNamespace(peak_bytes=peak_bytes), objective_s=objective_s, gap=0.0)
 
 
+@pytest.mark.parametrize(("budget", "peak_bytes"), [(800, 850), (860, 850), (950, 900)])
+def test_what_holds_least_is_recomputed_more_where_that_holds_less(place, monkeypatch, budget, peak_bytes) -> None:
+    """So a refusal names the smaller of two plans with one sharding, and the question with that budget finds it."""
+    found = Least(simulated(900), 900.0, 900.0, (), simulated(850))
+    monkeypatch.setattr(place.solver, "_least_by_rows", lambda settings: found)
+    monkeypatch.setattr(place.solver, "starts", lambda settings: [])
+    least = place.solver.least(replace(place.settings("joint"), budget_bytes=budget))
+    assert least.answer.simulation.peak_bytes == peak_bytes
+
+
 def test_a_sharding_is_fitted_to_the_end_once_no_row_budget_is_left_between() -> None:
     """Only then may it be forbidden: under one in between it might have an answer that fits."""
     search = Search(1000.0, Effort())

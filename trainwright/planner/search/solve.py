@@ -290,8 +290,10 @@ class Solver:
         budget = settings.budget_bytes
         if isinstance(found, Outcome) or budget is None or found.answer.simulation.peak_bytes <= budget:
             return found
-        if found.slower is not None and found.slower.simulation.peak_bytes <= budget:
-            return replace(found, answer=found.slower)
+        if found.slower is not None and found.slower.simulation.peak_bytes < found.answer.simulation.peak_bytes:
+            found = replace(found, answer=found.slower)
+            if found.answer.simulation.peak_bytes <= budget:
+                return found
         least = self._smaller(found, self.starts(replace(settings, budget_bytes=None)), settings)
         if least.answer.simulation.peak_bytes > budget:
             of_budget = self._smaller(least, self.starts(settings), settings)
