@@ -29,7 +29,7 @@ from ..rank.run_state import RunState
 from ..torch_internals.fakes import new_mode
 from ..torch_internals.private import without_modes
 from .gpu_time import gpu_seconds
-from .kernels.gpu_workspace import is_uneven
+from .kernels import gpu_workspace, workspace
 from .time import dtype_name, rate, table_of
 from .tracker import MemoryTracker, Target
 
@@ -268,7 +268,7 @@ class CallCounter:
         kernel = kernel_of(func, args, kwargs, out)
         on_gpu = self.tracker.target == "gpu"
         call = (func, *_without_values((args, out))) if on_gpu else None
-        self.scratch_is_uneven |= on_gpu and is_uneven(func, args, out)
+        self.scratch_is_uneven |= gpu_workspace.is_uneven(func, args, out) if on_gpu else workspace.is_uneven(func)
         self.calls.append(CallCost(heavy, bytes_moved(func, args, out), dtype, is_convolution(func), kernel, call))
 
 

@@ -44,6 +44,11 @@ def workspace_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
     return copied + _kernel_bytes(func, args, kwargs, out, probe)
 
 
+def is_uneven(func: Any) -> bool:
+    """Tell whether a share of the call of `func` may take another share of its workspace: oneDNN picks layouts by the shapes."""
+    return func in _ONEDNN
+
+
 def _kernel_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, probe: bool) -> int:
     estimate, is_private = _known(func)
     if is_private is None and estimate is None:
