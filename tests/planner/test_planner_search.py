@@ -17,7 +17,7 @@ import pytest
 
 import trainwright as tw
 from benchmarks.planner.places import place_of
-from tests.builders import blocks_program, deep_program, peaks, task, tiny_program
+from tests.builders import blocks_program, deep_program, peaks, simulated, task, tiny_program
 from tests.grids import slow_but
 from trainwright.capture.cached import cached_capture
 from trainwright.models import zoo
@@ -30,9 +30,8 @@ from trainwright.planner.model.memory import set_budget
 from trainwright.planner.model.milp import MIB, Model, Patience, Solution
 from trainwright.planner.model.outcome import Outcome
 from trainwright.planner.search import fitting, guard, solve, stages
-from trainwright.planner.search.aim import Search
 from trainwright.planner.search.answer import Answer, Infeasible
-from trainwright.planner.search.effort import GAP, Effort
+from trainwright.planner.search.effort import GAP
 from trainwright.planner.search.fitting import Fitting
 from trainwright.planner.search.proposals import first_that_fits
 from trainwright.planner.search.solve import Least, Solver
@@ -454,10 +453,6 @@ def test_what_holds_least_keeps_more_of_the_same_sharding_where_the_budget_allow
     assert more.objective_s < least.answer.objective_s
 
 
-def simulated(peak_bytes: int, objective_s: float = 1.0) -> SimpleNamespace:
-    return SimpleNamespace(simulation=SimpleNamespace(peak_bytes=peak_bytes), objective_s=objective_s, gap=0.0)
-
-
 @pytest.mark.parametrize(("budget", "peak_bytes"), [(800, 850), (860, 850), (950, 900)])
 def test_what_holds_least_is_recomputed_more_where_that_holds_less(place, monkeypatch, budget, peak_bytes) -> None:
     """So a refusal names the smaller of two plans with one sharding, and the question with that budget finds it."""
@@ -466,70 +461,6 @@ def test_what_holds_least_is_recomputed_more_where_that_holds_less(place, monkey
     monkeypatch.setattr(place.solver, "starts", lambda settings: [])
     least = place.solver.least(replace(place.settings("joint"), budget_bytes=budget))
     assert least.answer.simulation.peak_bytes == peak_bytes
-
-
-def test_a_sharding_is_fitted_to_the_end_once_no_row_budget_is_left_between() -> None:
-    """Only then may it be forbidden: under one in between it might have an answer that fits."""
-    search = Search(1000.0, Effort())
-    search.note(simulated(1300))
-    assert (search.high, search.is_closed) == (1000.0, False)
-    search.aim = 700.0
-    assert search.note_nothing()
-    assert not search.is_closed
-    search.aim = 999.9
-    assert not search.note_nothing()
-    assert search.is_closed
-
-
-def test_a_row_budget_that_is_just_missed_is_hardly_lowered() -> None:
-    """A thousandth less of it may let nothing in, where ten bytes were missing."""
-    search = Search(1e6, Effort())
-    search.note(simulated(1_000_010))
-    assert 1e6 - 40 < search.aim < 1e6 - 10
-    search = Search(1e6, Effort())
-    search.note(simulated(1_100_000))
-    assert 1e6 - 104_000 < search.aim < 1e6 - 101_000
-
-
-def test_no_row_budget_is_tried_below_one_that_let_in_nothing() -> None:
-    """What is fast enough and fits, if anything is, lies between that and the smallest whose answer did not fit."""
-    search = Search(1000.0, Effort(), aim=950.0)
-    search.note(simulated(1300))
-    search.aim = 900.0
-    assert search.note_nothing()
-    assert search.aim == 925.0
-    search.note(simulated(1900))
-    assert 900.0 < search.aim < 925.0
-
-
-def test_what_did_not_fit_is_not_asked_for_again_under_a_row_budget_that_still_lets_it_in() -> None:
-    search = Search(1000.0, Effort())
-    search.note(simulated(1010), rows_peak=960.0)
-    assert search.high == 960.0
-    assert search.aim < 960.0
-
-
-@pytest.mark.parametrize(("missed_s", "is_flat"), [(0.9995, True), (0.99, False)])
-def test_no_row_budget_is_sought_between_answers_that_are_as_fast(missed_s: float, is_flat: bool) -> None:
-    search = Search(1000.0, Effort())
-    search.note(simulated(1100, missed_s))
-    assert not search.is_flat, "nothing fits yet"
-    search.note(simulated(900, 1.0))
-    assert search.is_flat is is_flat
-
-
-def test_an_answer_that_comes_again_is_followed_by_the_largest_row_budget_that_is_left() -> None:
-    """Halving what is between would prove the same once more, up to what did not fit."""
-    search = Search(1000.0, Effort())
-    search.note(simulated(1100, 0.9))
-    search.aim = 800.0
-    search.note(simulated(900, 1.0))
-    assert search.aim < 950.0
-    search.aim = 850.0
-    search.note(simulated(900, 1.0))
-    assert 999.0 < search.aim < search.high
-    search.note(simulated(900, 1.0))
-    assert search.is_spent
 
 
 def test_a_later_way_begins_with_the_row_budget_that_fitted(place, monkeypatch) -> None:

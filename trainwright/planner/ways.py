@@ -106,7 +106,7 @@ class Ways(Space):
         if not known or self.is_relaxed:
             return False
         near = max((num for num in known if num <= num_axes), default=min(known))
-        growth = Effort.axis_factor ** max(0, num_axes - near)
+        growth = Effort.axis_factor ** max(0, num_axes - near)  # of the class: this mesh's problem may not be built yet
         return known[near] * growth > incumbent.deadline.left_s
 
     def search(self, incumbent: Incumbent, is_last: bool) -> Iterator[Space]:
@@ -116,7 +116,7 @@ class Ways(Space):
             return
         task = self.place.task
         if self.refused is not None:
-            incumbent.deadline.extend(Effort.after_refusal_s)
+            incumbent.deadline.extend(self.place.solver.effort.after_refusal_s)
         is_only = is_last and len(self.ways) == 1 and task.variants is None
         is_whole = is_only or self.is_again or self.turn == self._last or self.known is not None
         task.deadline = incumbent.deadline if is_whole else incumbent.deadline.first_part()

@@ -42,6 +42,8 @@ from .update_memory import UpdateMemory
 from .waiting_gradients import WaitingGradients
 from .working_set import Item, find_items
 
+MOMENTARY = "what a group's backward holds for a moment"
+
 
 @dataclass(eq=False)
 class Memory:
@@ -100,13 +102,14 @@ class _Builder:
                 momentary = self._momentary(decision)
                 if decision is decisions[0] and (scattered := self._coming_to_rest(region_class)):
                     momentary.append(scattered)
+                found = self.model.largest(MOMENTARY, momentary)
                 for member in {0, region_class.multiplicity - 1}:
-                    moments = momentary
-                    if decision is decisions[-1] and member == region_class.multiplicity - 1:
-                        moments = [*momentary, *reruns.of_last(decisions, self.items[region_class])]
-                    elif decision is decisions[-1]:
-                        moments = [*momentary, *reruns.of_first(decisions)]
-                    held = self.model.largest("what a group's backward holds for a moment", moments)
+                    held = found
+                    if decision is decisions[-1]:
+                        is_last = member == region_class.multiplicity - 1
+                        items = self.items[region_class]
+                        begins = reruns.of_last(decisions, items) if is_last else reruns.of_first(decisions)
+                        held = self.model.largest(MOMENTARY, [found, *begins])
                     terms = self._row(region_class, member, decision)
                     self._hold(memory, [(static, 1.0), *terms, *held], _row_name("backward", decision, member))
         forward = ForwardMemory(self.model, self.problem, self.sharding, self.recompute, self.changes)

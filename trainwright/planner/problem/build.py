@@ -146,11 +146,8 @@ class _Builder:
         group, region_class = decision.group, decision.region_class
         assert group is not None
         assert region_class is not None
-        saved, last, root_of = (
-            self._saved_roots(region_class),
-            self._last_readers(region_class),
-            self.costs.records.root,
-        )
+        saved, last = self._saved_roots(region_class), self._last_readers(region_class)
+        root_of = self.costs.records.root
         spaces, reruns, remade = [], [], []
         for op in group.ops:
             space = self.costs.forward_bytes(group, op, split)

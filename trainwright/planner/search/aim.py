@@ -16,11 +16,7 @@ class Search:
     """Looks for the rows' budget whose answer just fits the true one, by what the simulations say."""
 
     def __init__(
-        self,
-        budget: float,
-        effort: Effort,
-        aim: float | None = None,
-        progress: ProgressLine | None = None,
+        self, budget: float, effort: Effort, aim: float | None = None, progress: ProgressLine | None = None
     ) -> None:
         self.budget, self.aim, self.effort = budget, float(budget if aim is None else aim), effort
         self.low: float | None = None
@@ -95,7 +91,7 @@ class Search:
             self._missed_s = answer.objective_s
             self._misses += 1
             # where less in the rows is not as much less in truth, larger steps
-            self.aim += (self.effort.step_down + self._misses) * left + max(left, -self.effort.most_more * self.budget)
+            self.aim += (self.effort.step_down + self._misses) * left + max(left, -self.effort.most_again * self.budget)
         if (
             self.high is not None
             and math.isfinite(self._below)

@@ -128,9 +128,9 @@ class Effort:
     step_up: float = 0.97
     """The next row budget is larger by this share of the memory that an answer leaves."""
     step_down: float = 0.02
-    """The next row budget is smaller by the memory that an answer lacks and this share of it."""
-    most_more: float = 0.001
-    """It is smaller by as much once more, but by no more than this share of the budget."""
+    """The next row budget is smaller by n + 1 times the memory that the n-th answer lacks, and by this share of it."""
+    most_again: float = 0.001
+    """The one that is added to n counts no more than this share of the budget."""
 
     # How branch and bound chooses (`branching`)
 
