@@ -102,14 +102,14 @@ class _Builder:
                 momentary = self._momentary(decision)
                 if decision is decisions[0] and (scattered := self._coming_to_rest(region_class)):
                     momentary.append(scattered)
-                found = self.model.largest(MOMENTARY, momentary)
-                for member in {0, region_class.multiplicity - 1}:
-                    held = found
-                    if decision is decisions[-1]:
-                        is_last = member == region_class.multiplicity - 1
+                last = region_class.multiplicity - 1
+                shared = None if decision is decisions[-1] else self.model.largest(MOMENTARY, momentary)
+                for member in {0, last}:
+                    held = shared
+                    if held is None:
                         items = self.items[region_class]
-                        begins = reruns.of_last(decisions, items) if is_last else reruns.of_first(decisions)
-                        held = self.model.largest(MOMENTARY, [found, *begins])
+                        begins = reruns.of_last(decisions, items) if member == last else reruns.of_first(decisions)
+                        held = self.model.largest(MOMENTARY, [*momentary, *begins])
                     terms = self._row(region_class, member, decision)
                     self._hold(memory, [(static, 1.0), *terms, *held], _row_name("backward", decision, member))
         forward = ForwardMemory(self.model, self.problem, self.sharding, self.recompute, self.changes)
