@@ -156,7 +156,8 @@ class RegionMemory:
     def start_backward_at(self, env: dict[int, Any], values: Sequence[int]) -> None:
         """Rematerialise when the backward reaches the region, not when this rank first needs something.
 
-        All ranks then communicate at the same point, even one whose own part is empty and needs nothing.
+        All ranks then communicate at the same point, even one whose own part is empty and needs nothing. And what reruns hold
+        for a moment stands beside the region's incoming gradient, before that is gathered for several operands.
         """
         for value in values:
             if env[value].requires_grad:

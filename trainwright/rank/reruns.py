@@ -26,7 +26,7 @@ class Rerun:
     """The kept values that the rerun starts from."""
     last_use: dict[int, int] = field(default_factory=dict)
     ends: dict[int, list[int]] = field(default_factory=dict)
-    """The instructions that make the region's results, with those results; empty unless the rerun communicates."""
+    """The instructions that make the region's results, with those results; empty where nothing is run again."""
     gathers: dict[Bucket, dict[int, int]] = field(default_factory=dict)
     """The parameters that the rerun gathers again: by bucket, the member → the token to gather from."""
 
@@ -42,7 +42,7 @@ def reruns_of(local: LocalProgram) -> dict[int, Rerun]:
             rerun.internals.add(instruction.index)
     for region, rerun in reruns.items():
         _trace_back(local, producers, region, rerun)
-        if any(_communicates(local.instructions[index]) for index in rerun.instructions):
+        if rerun.instructions:
             rerun.ends = _results(local, region)
     return reruns
 
