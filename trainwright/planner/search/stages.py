@@ -62,6 +62,8 @@ def solve_in_stages(stages: Stages, cost: Mapping[int, float] | None = None) -> 
     third = stages.effort.relaxation_share * limit
     hidden = stages.sharding.hidden if cost is None else None
     held = _Held(stages, fixed, cost if hidden is None else hidden.priced())
+    if hidden is None and (only := _one_sharding(stages.sharding, fixed)) is not None:
+        return _of_one(stages, held.solve(only, limit))
     known = None
     if model.num_columns > stages.effort.many_columns and stages.starts is not None:
         known = _in_full(stages, _best_known(stages, held, third), cost)
@@ -237,6 +239,20 @@ def held_at(sharding: Sharding, options: Options) -> dict[int, float]:
         for decision, columns in sharding.choice.items()
         for option, column in enumerate(columns)
     }
+
+
+def _of_one(stages: Stages, found: Solution) -> Solution:
+    """Return what was found of the only sharding there is, unless it is proven not to be wanted."""
+    bound = max(stages.floor, found.bound) if math.isfinite(found.bound) else stages.floor
+    if found.outcome is not Outcome.INFEASIBLE and bound >= stages.cutoff:
+        return Solution(Outcome.SLOWER, None, math.inf, bound)
+    return replace(found, bound=bound)
+
+
+def _one_sharding(sharding: Sharding, fixed: Mapping[int, float]) -> Options | None:
+    """Return the only sharding whose columns are not held at 0; None where several are left."""
+    left = {d: [k for k, column in enumerate(columns) if column not in fixed] for d, columns in sharding.choice.items()}
+    return {d: options[0] for d, options in left.items()} if all(len(each) == 1 for each in left.values()) else None
 
 
 def forbid(model: Model, sharding: Sharding, options: Options) -> None:
