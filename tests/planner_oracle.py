@@ -16,6 +16,7 @@ from typing import Any
 from trainwright.planner.model.offload import IN_FLIGHT, OFFLOAD_EPSILON_S
 from trainwright.planner.model.offload_states import STATE_EPSILON_S, STATES_IN_WINDOW
 from trainwright.planner.model.recompute import RERUN_EPSILON_S
+from trainwright.planner.model.sharding import has_one_want
 from trainwright.planner.problem.problem import Decision, Problem, Source, Stored, Use, Want
 from trainwright.program.transition import gradient_layout
 
@@ -214,7 +215,14 @@ class Oracle:
     @_of_the_sharding
     def _brought_back_bytes(self, decision: Decision) -> int:
         """The most that bringing back a gradient holds, of those that the group's backward completes."""
-        most = max((self._back_bytes(use) for use in self._read_by(decision)), default=0)
+        most = 0
+        for member in (0, decision.count - 1):
+            waiting = 0
+            for use in reversed([use for use in self._read_by(decision) if member in use.members]):
+                if back := self._back_bytes(use):
+                    most = max(most, back + waiting)
+                if use.demands[0].decision is decision:
+                    waiting += self._brought_bytes(use)
         for source, want in self.shared:
             first = min(self._readings(source))
             here = any(first == (member.index, decision.group.index) for member in decision.region_class.members)
@@ -222,6 +230,15 @@ class Oracle:
                 due = gradient_layout(self._native(self._uses(source)[0]))
                 most = max(most, self.problem.costs.change_bytes(source.tensor, want[1], due))
         return most
+
+    def _brought_bytes(self, use: Use) -> int:
+        """What a gradient that was brought back takes beyond what the backward made of it."""
+        due, costs, total = gradient_layout(self._native(use)), self.problem.costs, 0
+        for want in self.wants[use] if use.tensor.requires_grad else ():
+            if want[1] != due and (use.source, want) not in self.shared:
+                own = 0 if use.demands[0].decision.hands_on else costs.block_bytes(use.source.tensor, want[1])
+                total += max(0, costs.copy_bytes(use.source.tensor, want[1], due) - own)
+        return total
 
     # What is asked for
 
@@ -481,6 +498,9 @@ class Oracle:
         total += self._in_flight_bytes(fate, decision) + self._back_again_bytes(fate, decision, region)
         total += sum(self._size_of(use) for use in self._waiting(decision))
         total += self._summed_bytes(region, position)
+        loss = self.problem.program.loss
+        if not any(loss in op.outputs for op in decision.group.ops):
+            total += loss.dtype.itemsize  # the gradient at which the backward begins
         return total + self._grads_in(region, position)
 
     @_of_the_sharding
@@ -509,11 +529,30 @@ class Oracle:
         if decision is of_class[-1]:
             is_last = member == decision.count - 1
             for moment, held, use in self._rerun_bytes(fate, of_class, is_last):
-                beside = self._beside(pieces, decision, moment, use) if is_last else 0.0
-                moments.append(decision.given_bytes[option] + held + beside)
+                beside = self._beside if is_last else self._not_yet_made
+                moments.append(decision.given_bytes[option] + held + beside(fate, pieces, decision, moment, use))
         return float(max(moments))
 
-    def _beside(self, pieces: list[Piece], decision: Decision, moment: float, use: Use | None) -> float:
+    def _not_yet_made(
+        self, fate: Fate, pieces: list[Piece], decision: Decision, moment: float, use: Use | None
+    ) -> float:
+        """Return the negative bytes of what the first instance makes again at a moment of its reruns, or later."""
+        if use is not None and not has_one_want(use):
+            return 0.0
+        total, position = 0.0, decision.group.index
+        for piece in pieces:
+            is_own = piece.owner.region_class is decision.region_class and not piece.passed_on and 0 in piece.members
+            if is_own and piece.last <= position and (moment <= piece.made_at or piece.owner is use):
+                again = self._num_again(fate, piece.owner)
+                total -= piece.own_bytes(0, position, decision.count) if again else 0.0
+        return total
+
+    def _num_again(self, fate: Fate, owner: Decision | Use) -> float:
+        if isinstance(owner, Decision):
+            return fate.reruns.get(owner, 0)
+        return sum(num for (use, _), num in fate.converts.items() if use is owner)
+
+    def _beside(self, _: Fate, pieces: list[Piece], decision: Decision, moment: float, use: Use | None) -> float:
         """Return what the last instance has beside a rerun, less what the last group's backward begins with."""
         own = [piece for piece in pieces if piece.owner.region_class is decision.region_class and not piece.passed_on]
         position, count = decision.group.index, decision.count
@@ -524,19 +563,23 @@ class Oracle:
     ) -> Iterator[tuple[float, float, Use | None]]:
         """Yield (moment of a rerun, bytes that it holds for a moment, what it converts).
 
-        Of the first of several instances a tensor that is converted counts too if nothing keeps it.
+        The first of several instances is rerun if any is. Of it a tensor that is converted counts too if nothing keeps it.
         """
         for other in of_class:
-            share = fate.reruns.get(other, 0) / other.count
             sizes = other.remade_bytes if is_last else other.rerun_bytes
-            yield other.group.index, share * sizes[self.options[other]], None
+            num = fate.reruns.get(other, 0)
+            share = num / other.count if is_last else min(1, num)
+            if share or is_last:
+                yield other.group.index, share * sizes[self.options[other]], None
         held: dict[Use, float] = {}
         for (use, want), num in fate.converts.items():
-            if use.region_class is of_class[-1].region_class and not use.source.is_param:
-                size = self._converted_bytes(use, want, is_last)
-                held[use] = held.get(use, 0.0) + num / use.count * size
+            is_here = use.region_class is of_class[-1].region_class and (is_last or 0 in use.members)
+            if is_here and not use.source.is_param:
+                share = num / use.count if is_last or not has_one_want(use) else min(1, num)
+                held[use] = held.get(use, 0.0) + share * self._converted_bytes(use, want, is_last)
         for use, size in held.items():
-            yield min(demand.position for demand in use.demands) - 0.5, size, use
+            if size or is_last:
+                yield min(demand.position for demand in use.demands) - 0.5, size, use
 
     @_of_the_sharding
     def _converted_bytes(self, use: Use, want: Want, is_last: bool) -> float:

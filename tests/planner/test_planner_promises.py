@@ -192,18 +192,24 @@ def test_without_a_limit_no_plan_is_slower_than_one_within_less_memory() -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num", "most"), [(2, 0.95), (4, 1.0)])
-def test_at_the_smallest_budget_the_answer_is_proven_and_not_what_holds_least(num: int, most: float) -> None:
-    """The search goes on from the plan that holds least; on four devices nothing else fits in as little."""
+@pytest.mark.parametrize(("num", "most"), [(2, 4.3), (4, 19.0)])
+def test_at_the_smallest_budget_the_answer_is_proven_and_no_slower_than_what_holds_least(num: int, most: float) -> None:
+    """The search goes on from the plan that holds least. Of those the rows tell none apart, and they differ by a few bytes.
+
+    most: times the step without a limit that the answer takes; a plan that holds least takes up to 5.3 and 19.8 times.
+    """
     (place,) = task(tiny_program("gpt2-tiny"), f"cpu:{num}", mesh=(num,), time_limit_s=120.0).places
     smallest = place.solver.smallest(place.settings("joint"))
+    free = place.solver.without_memory(place.settings("joint"))
     assert smallest is not None
-    place.task.budget_bytes = budget_for(smallest.simulation.peak_bytes, place.task.divisor)
+    place.task.budget_bytes = budget_for(smallest.simulation.peak_bytes + 64, place.task.divisor)
     answer = solve_on(place, "joint")
     assert isinstance(answer, Answer)
     assert answer.gap is not None
     assert answer.gap <= 0.02
-    assert place.overlapped(answer)[1].step_s < most * place.overlapped(smallest)[1].step_s
+    step_s = place.overlapped(answer)[1].step_s
+    assert step_s <= most * free.objective
+    assert step_s <= (1 + GAP) * place.overlapped(smallest)[1].step_s
 
 
 def _check_proof(place: Place, recipes: tuple[str, ...]) -> None:

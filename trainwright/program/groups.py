@@ -68,6 +68,11 @@ class Group:
         return self.head.key
 
     @property
+    def num_kernels(self) -> int:
+        """How many of its ops are more than views."""
+        return sum(op.kind != "view" for op in self.ops)
+
+    @property
     def is_heavy(self) -> bool:
         return self.head.kind == "heavy"
 

@@ -99,8 +99,8 @@ def step_bytes(step: Step, slots: Sequence[Slot], itemsize: int, mesh: Sequence[
 
 def held_bytes(
     step: Step, slots: Sequence[Slot], itemsize: int, mesh: Sequence[int], order: Sequence[int]
-) -> tuple[int, int]:
-    """Return the bytes that one step of a reshard allocates beside its operand, and those of the memory of its result.
+) -> tuple[tuple[int, ...], int]:
+    """Return the bytes that one step of a reshard allocates beside its operand, by tensor, and those that its result lies in.
 
     order: the dims as they lie in memory. Parts that are not consecutive in memory are copied before they are sent and after they
     have come. A gather brings as much from every rank, so a result that is not copied lies in memory that is padded.
@@ -111,13 +111,13 @@ def held_bytes(
     is_consecutive = step.slot < 0 or math.prod(before[slot] for slot in each[: each.index(step.slot)]) == 1
     if step.kind == "all_gather":
         padded = given * mesh[step.axis]
-        return (padded, padded) if is_consecutive else (padded + left, left)
+        return ((padded,), padded) if is_consecutive else ((padded, left), left)
     if step.kind == "reduce_scatter":
         padded = left * mesh[step.axis]
-        return padded + (left if is_consecutive or padded == given else padded), left
+        return (padded, left if is_consecutive or padded == given else padded), left
     if step.kind == "all_to_all":
-        return max(left + (0 if is_consecutive else given), 2 * left), left
-    return left, left
+        return (left, left if is_consecutive else max(given, left)), left
+    return (left,), left
 
 
 def gradient_layout(layout: Layout) -> Layout:

@@ -206,7 +206,7 @@ class CostModel:
     def step_held_bytes(self, tensor: Tensor, step: Step) -> int:
         """Return the memory that one step of a reshard takes beside its operand, its result included."""
         taken, _ = held_bytes(step, tensor.slots, tensor.dtype.itemsize, self.mesh, tensor.order)
-        return self.taken_bytes(taken)
+        return sum(map(self.taken_bytes, taken))
 
     def copy_bytes(self, tensor: Tensor, source: Layout, target: Layout) -> int:
         """Return the memory that a tensor in `target` takes if it was made from one in `source`: a gather's result is padded."""
@@ -219,7 +219,7 @@ class CostModel:
             most = made = 0
             for step in transition(source, target):
                 taken, left = held_bytes(step, tensor.slots, tensor.dtype.itemsize, self.mesh, tensor.order)
-                most, made = max(most, made + self.taken_bytes(taken)), self.taken_bytes(left)
+                most, made = max(most, made + sum(map(self.taken_bytes, taken))), self.taken_bytes(left)
             self._changes[key] = most, made
         return self._changes[key]
 

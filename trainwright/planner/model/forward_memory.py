@@ -6,8 +6,8 @@
     workspace   what the group's kernels hold for a moment
     shared      copies of parameters that regions behind and regions ahead read (`tied`)
 
-Rows are for the last instance of a class: most is kept by then. The backward brings gradients back by the same ways;
-`Changes` holds both directions.
+Rows are for the last instance of a class: most is kept by then. The backward brings gradients back by the same ways, one after
+the other, and those that came before wait; `Changes` holds both directions.
 """
 
 from __future__ import annotations
@@ -36,14 +36,18 @@ class Changes:
         self.shared = SharedCopies(model, problem, sharding)
         there: dict[Use, list[tuple[int, float]]] = defaultdict(list)
         back: dict[Use, list[tuple[int, float]]] = defaultdict(list)
+        brought: dict[Use, list[tuple[int, float]]] = defaultdict(list)
         for (use, native, want), column in sharding.flow.items():
-            tensor = use.source.tensor
+            tensor, due = use.source.tensor, gradient_layout(native)
             there[use].append((column, costs.change_bytes(tensor, native, want[0]) / MIB))
             if use.tensor.requires_grad and not buckets.carries(column):
-                back[use].append((column, costs.change_bytes(tensor, want[1], gradient_layout(native)) / MIB))
+                back[use].append((column, costs.change_bytes(tensor, want[1], due) / MIB))
+                own = 0 if use.demands[0].decision.hands_on else costs.block_bytes(tensor, want[1])
+                more = costs.copy_bytes(tensor, want[1], due) - own if want[1] != due else 0
+                brought[use].append((column, more / MIB))
         sums = {use: self._sum(terms) for use, terms in there.items()}
         self.there = {use: found for use, found in sums.items() if found is not None}
-        self._back = back
+        self._back, self._brought = back, brought
         self._by_reader: dict[Decision, list[Use]] = defaultdict(list)
         for use in problem.uses:
             for demand in use.demands:
@@ -58,9 +62,20 @@ class Changes:
         return [(self.there[use], 1.0) for use in self.read_by(decision) if use in self.there]
 
     def backward(self, decision: Decision) -> Terms:
-        """Return what bringing the gradients of a group's operands back holds: one after the other."""
-        each = [*(self._back[use] for use in self.read_by(decision)), *self.shared.back(decision)]
-        return self.model.largest(CHANGING, map(_positive, each))
+        """Return what bringing the gradients of a group's operands back holds beyond those: one after the other.
+
+        The last operand's comes first, and stays while the others follow.
+        """
+        assert decision.region_class is not None
+        moments: dict[tuple[Use, ...], Terms] = {}
+        for member in sorted({0, decision.region_class.multiplicity - 1}):
+            uses = [use for use in self.read_by(decision) if member in use.members]
+            for place, use in enumerate(uses):
+                later = [other for other in uses[place + 1 :] if other.demands[0].decision is decision]
+                if changing := _positive(self._back[use]):
+                    stays = [term for other in later for term in _positive(self._brought[other])]
+                    moments[use, *later] = [*changing, *stays]
+        return self.model.largest(CHANGING, [*moments.values(), *map(_positive, self.shared.back(decision))])
 
     def _sum(self, terms: list[tuple[int, float]]) -> int | None:
         if not (terms := _positive(terms)):

@@ -29,6 +29,7 @@ from functools import cached_property
 import numpy as np
 
 from ...program.blocks import RegionClass
+from ...program.groups import Group
 from ..problem.problem import Decision, Problem
 from .bucket_memory import BucketMemory
 from .forward_memory import Changes, ForwardMemory
@@ -95,7 +96,7 @@ class _Builder:
         memory = Memory(static_mib=self.problem.static_bytes / MIB, peak=self.model.column())
         self._collect()
         static = self._sum_column([*self._params(self._static_bytes), *self._away(), *self.recompute.values_held])
-        reruns = RerunMemory(self.problem, self.sharding, self.recompute, self.changes.buckets)
+        reruns = RerunMemory(self.model, self.problem, self.sharding, self.recompute, self.changes.buckets)
         for region_class in self.problem.program.classes:
             decisions = self.problem.of_class(region_class)
             for decision in decisions:
@@ -107,9 +108,9 @@ class _Builder:
                 for member in {0, last}:
                     held = shared
                     if held is None:
-                        items = self.items[region_class]
-                        begins = reruns.of_last(decisions, items) if member == last else reruns.of_first(decisions)
-                        held = self.model.largest(MOMENTARY, [*momentary, *begins])
+                        begins = reruns.of_last if member == last else reruns.of_first
+                        moments = [*momentary, *begins(decisions, self.items[region_class])]
+                        held = self.model.largest(MOMENTARY, moments)
                     terms = self._row(region_class, member, decision)
                     self._hold(memory, [(static, 1.0), *terms, *held], _row_name("backward", decision, member))
         forward = ForwardMemory(self.model, self.problem, self.sharding, self.recompute, self.changes)
@@ -182,7 +183,15 @@ class _Builder:
         terms += self.recompute.on_the_way(region_class)
         terms += self._fetched(region_class, region, position)
         terms += self._constants((region, position))
+        terms += self._loss_gradient(decision.group)
         return terms
+
+    def _loss_gradient(self, group: Group) -> Terms:
+        """Return the term of the gradient of the loss: it stays to the end, and the group that makes the loss is given it."""
+        loss = self.problem.program.loss
+        if any(loss in op.outputs for op in group.ops):
+            return []
+        return [(self._one, self.problem.costs.taken_bytes(loss.dtype.itemsize) / MIB)]
 
     def _constants(self, place: Place | None = None) -> Terms:
         """Return the term of the constants that are there in the forward, or while the backward of a group at `place` runs."""
@@ -219,7 +228,7 @@ class _Builder:
         """
         assert decision.region_class is not None
         assert decision.group is not None
-        if sum(op.kind != "view" for op in decision.group.ops) > 1:
+        if decision.group.num_kernels > 1:
             return []
         return [
             (item.present, -1.0)

@@ -8,8 +8,12 @@ Reruns follow one another as the forward did: that of group i is moment i, what 
                   of the last group counts all that its backward begins with
 
 Each stands beside the gradients at which the backward of the region's last group begins. Of several instances that holds for the
-last one, which is rerun where r = M. Of the first, which is where r ≥ 1, r / M counts too little; so nothing is taken off, and what
-a group reads, makes or converts counts only if no backward needs it.
+last one, which is rerun where r = M. The first one is where r ≥ 1:
+
+    none          N ∈ {0, 1},  1 − N ≤ Σ r ≤ M · (1 − N), of what is converted Σ C
+    running       Σ x · (scratch, what the group makes, and what it reads that no backward needs) − most · N
+    converting    Σ f · (the most that the change of layout holds, and its operand where no backward needs that) − most · N
+    beside        − A of all that is made at that moment or later, A ≤ P and A ≤ most · (1 − N)
 """
 
 from __future__ import annotations
@@ -21,10 +25,12 @@ from dataclasses import dataclass, field
 from ...program.blocks import RegionClass
 from ..problem.problem import Decision, Problem, Use
 from .bucket_memory import BucketMemory
-from .milp import MIB, Terms
+from .milp import MIB, Model, Terms
 from .recompute import Recompute
-from .sharding import Sharding
+from .sharding import Sharding, has_one_want, ones, wants_of
 from .working_set import Item, copies_made_again, when_converted
+
+FIRST = "what the first of several instances reruns"
 
 
 @dataclass(eq=False)
@@ -33,33 +39,86 @@ class _Converting:
 
     changes: Terms = field(default_factory=list)
     operand: Terms = field(default_factory=list)
+    chosen: Terms = field(default_factory=list)
+    """Both, of one instance, by what is converted in the forward."""
 
 
 class RerunMemory:
     """The terms of a region's reruns in the memory rows."""
 
-    def __init__(self, problem: Problem, sharding: Sharding, recompute: Recompute, buckets: BucketMemory) -> None:
-        self.problem, self.sharding, self.recompute, self.buckets = problem, sharding, recompute, buckets
+    def __init__(
+        self, model: Model, problem: Problem, sharding: Sharding, recompute: Recompute, buckets: BucketMemory
+    ) -> None:
+        self.model, self.problem, self.sharding, self.recompute = model, problem, sharding, recompute
+        self.buckets = buckets
+        self._nones: dict[Decision | Use, int | None] = {}
+        self._remade_of: dict[Item, int | None] = {}
         self._copies = copies_made_again(problem, recompute)
         self._converting: dict[RegionClass, dict[Use, _Converting]] = defaultdict(lambda: defaultdict(_Converting))
         for (use, native, want), column in recompute.convert.items():
             if not use.source.is_param:
                 tensor, stored = use.source.tensor, problem.stored_of[use]
                 found, num = self._converting[use.region_class][use], use.count * MIB
-                found.changes.append((column, problem.costs.change_bytes(tensor, native, want[0]) / num))
+                change, operand = problem.costs.change_bytes(tensor, native, want[0]), 0
+                found.changes.append((column, change / num))
                 if use.inside and not (stored.own_saved or stored.boundary or stored.held):
-                    found.operand.append((column, problem.costs.block_bytes(tensor, native) / num))
+                    operand = problem.costs.block_bytes(tensor, native)
+                    found.operand.append((column, operand / num))
+                found.chosen.append((sharding.flow[use, native, want], (change + operand) / MIB))
 
-    def of_first(self, decisions: Sequence[Decision]) -> list[Terms]:
-        """Return what each rerun of the first of several instances holds; `decisions` are the region's groups in order."""
-        region_class = _class_of(decisions)
-        moments = [
-            [*self._by_share(decision, decision.rerun_bytes), *self._gathered(region_class, _position(decision))]
-            for decision in decisions
-        ]
+    def of_first(self, decisions: Sequence[Decision], items: Sequence[Item]) -> list[Terms]:
+        """Return what each rerun of the first of several instances holds, beyond what is there once all were run again.
+
+        decisions: the region's groups in order. items: what the region may keep or rederive.
+        """
+        region_class, last = _class_of(decisions), _position(decisions[-1])
+        own = [item for item in items if 0 in item.members and item.position <= last]
+
+        def later(moment: float, result: Use | None = None) -> Terms:
+            """Return the (negative) terms of what is made again at that moment or later."""
+            behind = [item for item in own if moment <= item.made_at or item.owner is result]
+            return [(column, -1.0) for item in behind if (column := self._remade(item, last)) is not None]
+
+        moments = []
+        for decision in decisions:
+            if (none := self._none(decision)) is not None:
+                at, chosen = _position(decision), self.sharding.chosen_mib(decision, decision.rerun_bytes)
+                moments.append([*_unless(none, chosen), *self._gathered(region_class, at), *later(at)])
         for use, found in self._converting[region_class].items():
-            moments.append([*found.changes, *found.operand, *self._gathered(region_class, _first_reader(use))])
+            if 0 in use.members:
+                at, none, held = _first_reader(use), self._none(use), [*found.changes, *found.operand]
+                if none is not None and has_one_want(use):
+                    held = [*_unless(none, found.chosen), *later(at - 0.5, use)]
+                moments.append([*held, *self._gathered(region_class, at)])
         return [[*self._given(decisions), *terms] for terms in moments if terms]
+
+    def _none(self, owner: Decision | Use) -> int | None:
+        """Return the column that is 1 if no instance reruns a group, or converts for a use again; None if none can."""
+        if owner not in self._nones:
+            table = self.recompute.rerun if isinstance(owner, Decision) else self.recompute.convert
+            again = [column for key, column in table.items() if key[0] is owner]
+            most = float(owner.count if isinstance(owner, Decision) else owner.count * len(wants_of(owner)))
+            none = self.model.column(1.0, integer=True) if again else None
+            if none is not None:
+                self.model.row(FIRST, [*ones(again), (none, most)], upper=most)
+                self.model.row(FIRST, [*ones(again), (none, 1.0)], lower=1.0)
+            self._nones[owner] = none
+        return self._nones[owner]
+
+    def _remade(self, item: Item, last: int) -> int | None:
+        """Return the column of what the first instance makes again of an item, as the row of its `last` group counts that.
+
+        None if it makes nothing again.
+        """
+        if item not in self._remade_of:
+            none, column = self._none(item.owner), None
+            if none is not None:
+                column = self.model.column()
+                counted = item.waiting if item.first < last else item.present
+                self.model.row(FIRST, [(column, 1.0), (counted, -1.0)], upper=0.0)
+                self.model.row(FIRST, [(column, 1.0), (none, item.most_mib)], upper=item.most_mib)
+            self._remade_of[item] = column
+        return self._remade_of[item]
 
     def of_last(self, decisions: Sequence[Decision], items: Sequence[Item]) -> list[Terms]:
         """Return what each rerun of the last instance holds, beyond what is there once all were run again.
@@ -114,6 +173,11 @@ def _class_of(decisions: Sequence[Decision]) -> RegionClass:
 def _position(decision: Decision) -> int:
     assert decision.group is not None
     return decision.group.index
+
+
+def _unless(none: int, chosen: Terms) -> Terms:
+    """Return the terms of `chosen`, at most 0 where the column `none` is 1."""
+    return [*chosen, (none, -max((size for _, size in chosen), default=0.0))]
 
 
 def _first_reader(use: Use) -> int:

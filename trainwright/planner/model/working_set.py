@@ -7,9 +7,11 @@ it runs there are
     present   P  =  bytes of one instance, where the backward needs the tensor at all
     held      H  =  max(Σ bytes · K, P)     all instances' before the group that uses it last, and H − P after it
 
-No count of reruns enters, hence no big M: the relaxation pays for a whole instance, as the plan does. Of what is
-offloaded (`offload`), the K of the formulas are the instances that stay; and since it comes back when it is first asked
-for, not with the whole instance,
+No count of reruns enters, hence no big M: the relaxation pays for a whole instance, as the plan does. P is what the backward
+itself needs: what is only derived from is kept by the first instances, and is still there when the last one's backward is over.
+
+Of what is offloaded (`offload`), the K of the formulas are the instances that stay; and since it comes back when it is first
+asked for, not with the whole instance,
 
     waiting   W  =  P − bytes · O / M       in place of P before the group that uses it first, so max(Σ bytes · K, W) of H
 
@@ -49,6 +51,8 @@ class Item:
     held_waiting: int
     """As `held` and `present`, before the group that uses it first."""
     waiting: int
+    most_mib: float
+    """What one instance takes at most."""
     made_at: float = -math.inf
     """The moment of a region's reruns at which it is made (`rerun_memory`); -∞ if it is there where they begin."""
     read_until: float = -math.inf
@@ -149,8 +153,13 @@ class _Builder:
             for option, native in enumerate(source.natives)
             if (source.decision, option) in self.recompute.rerun
         ]
-        reruns = made_at, max(made_at, read_until), again
-        return self._item(source.decision, range(source.decision.count), positions, kept, needs, instance, reruns)
+        reruns, most = (made_at, max(made_at, read_until), again), max(sizes.values())
+        item = self._item(source.decision, range(source.decision.count), positions, kept, needs, instance, reruns, most)
+        if not stored.own_saved and source.decision.count > 1:
+            # what only the first instances derive from is theirs: it is still there when the last one's backward is over
+            needed = [(column, -size) for terms in needs for column, size in terms]
+            self.model.row("sums of bytes", [(item.present, 1.0), *needed], upper=0.0)
+        return item
 
     def _inner(self, decision: Decision) -> Item:
         assert decision.group is not None
@@ -161,7 +170,7 @@ class _Builder:
         made_at = decision.group.index - 0.25  # while the group itself is rerun, that is there
         return self._item(
             decision, range(decision.count), (decision.inner_until, decision.group.index), kept, [needs], needs,
-            (made_at, made_at, []),
+            (made_at, made_at, []), max(sizes),
         )  # fmt: skip
 
     def _copies(self, use: Use) -> Item:
@@ -180,7 +189,8 @@ class _Builder:
             min((demand.until for demand in readers), default=0), max((demand.position for demand in readers), default=0)
         )  # fmt: skip
         reruns = (*when_converted(use, self.sharding), self.again[use])
-        return self._item(use, use.members, positions, kept, [needs], needs, reruns, padding)
+        most = len(wants) * max((size for _, size in needs), default=0.0)
+        return self._item(use, use.members, positions, kept, [needs], needs, reruns, most, padding)
 
     def _item(
         self,
@@ -191,9 +201,10 @@ class _Builder:
         needs: list[Terms],
         instance: Terms,
         reruns: tuple[float, float, Terms],
+        most: float,
         padding: Terms | None = None,
     ) -> Item:
-        """Add the columns of one piece; `instance`: the MiB of one instance; `padding`: what kept ones hold more."""
+        """Add the columns of one piece; `instance`: the MiB of one, `most` at most; `padding`: what kept ones hold more."""
         assert owner.region_class is not None
         here, leaving = self._here(kept, owner.count)
         kept_column, present = self.model.column(), self.model.column()
@@ -213,7 +224,7 @@ class _Builder:
         away = [(column, -size) for column, size in leaving]
         return Item(
             owner.region_class, owner, frozenset(members), last, first, kept_column, held, present, held_waiting, waiting,
-            *reruns, away,
+            most, *reruns, away,
         )  # fmt: skip
 
     def _here(self, kept: Terms, count: int) -> tuple[Terms, Terms]:

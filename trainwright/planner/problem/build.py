@@ -84,7 +84,9 @@ class _Builder:
             decision.transient_bytes.append(self._transient_bytes(group, group.ops, split))
             decision.late_bytes.append(self._transient_bytes(group, _behind_gradients(group), split))
             # what is there when the backward is done is among what it holds at its peak
-            decision.made_bytes.append(min(self._made_bytes(group, split), decision.transient_bytes[-1]))
+            made = self._made_bytes(group, split)
+            decision.hands_on |= group.num_kernels == 1 and made > decision.transient_bytes[-1]
+            decision.made_bytes.append(min(made, decision.transient_bytes[-1]))
             self._add_forward_bytes(decision, split)
             self._add_given_bytes(decision, split)
         self._add_inner_bytes(decision)
@@ -159,7 +161,7 @@ class _Builder:
                 t: layout for t, layout in passing.items() if t.producer in group.ops or last.get(root_of(t)) is op
             }
             spaces.append(space)
-            reruns.append(space + self._bytes_of(passing))
+            reruns.append(space + self._bytes_of({**passing, **made}))
             remade.append(space + self._bytes_of({**handed, **made}))
         decision.workspace_bytes.append(max(spaces))
         decision.rerun_bytes.append(max(reruns))

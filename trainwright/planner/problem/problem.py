@@ -56,12 +56,14 @@ class Decision:
     """The peak bytes that one op's backward holds temporarily, incoming gradients included."""
     made_bytes: list[int] = field(default_factory=list)
     """The bytes of the gradients that the group's backward makes, before any of them changes its layout."""
+    hands_on: bool = False
+    """True if it is one op whose backward begins with the gradient of several of its operands, as that of a sum does."""
     late_bytes: list[int] = field(default_factory=list)
     """The same as `transient_bytes`, of the ops whose backward runs after the first that makes a parameter's gradient."""
     workspace_bytes: list[int] = field(default_factory=list)
     """The peak bytes that the forward of one of its ops holds temporarily, beside its outputs and what it saves."""
     rerun_bytes: list[int] = field(default_factory=list)
-    """The same in a rerun, with the tensors that the op reads or makes there and that no backward needs."""
+    """The same in a rerun, with all that the op makes there, and what it reads that no backward needs."""
     remade_bytes: list[int] = field(default_factory=list)
     """The same in a rerun, with all that the op makes there, and what the group's ops hand on that no backward needs."""
     given_bytes: list[int] = field(default_factory=list)
