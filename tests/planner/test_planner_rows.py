@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -170,6 +171,31 @@ def test_of_a_plan_that_keeps_everything_the_rows_count_what_the_simulation_hold
     choice = read_choice(fastest.values, solver.plain()[1], None)
     kept = solver.answer(fastest, 0.0, choice, "none")
     assert solver._rows_peak(choice) == pytest.approx(kept.simulation.peak_bytes, rel=0.0015)
+
+
+@pytest.mark.parametrize(
+    ("name", "hardware"),
+    slow_but(
+        [("vit-tiny", "8xa100")],
+        [("vit-tiny", "8xa100"), ("bert-tiny", "8xa100"), ("bert-tiny", "cpu:4"), ("llama-tiny", "2x2xh100")],
+    ),
+)
+def test_of_shardings_drawn_at_random_the_rows_count_hardly_too_little(name: str, hardware: str) -> None:
+    """As little kept as each can: searches fall from row budget to row budget where rows count too little."""
+    mesh = tuple(axis.size for axis in resolve(hardware).mesh())
+    (place,) = task(tiny_program(name), hardware, mesh=mesh).places
+    solver = place.solver.travelling("none")
+    model, sharding, _, memory = solver.full()
+    set_budget(model, memory, math.inf)
+    rng, ratios = random.Random(1), []
+    for _ in range(16):
+        options = {decision: rng.randrange(len(columns)) for decision, columns in sharding.choice.items()}
+        found = model.solve(fixed=held_at(sharding, options), cost={memory.peak: 1.0}, gap=1e-3)
+        if found.values is not None:
+            ratios.append(solver.answer(found, 0.0).simulation.peak_bytes / memory.peak_bytes(found.values))
+    assert len(ratios) >= 12
+    assert min(ratios) > 0.85  # what ops of one group saved counts until the last of them has run
+    assert max(ratios) < 1.006
 
 
 class Narrowing(nn.Module):
