@@ -232,7 +232,7 @@ class Oracle:
         return most
 
     def _brought_bytes(self, use: Use) -> int:
-        """What a gradient that was brought back takes beyond what the backward made of it."""
+        """Return the bytes that a gradient takes, once brought back, beyond those that the backward made of it."""
         due, costs, total = gradient_layout(self._native(use)), self.problem.costs, 0
         for want in self.wants[use] if use.tensor.requires_grad else ():
             if want[1] != due and (use.source, want) not in self.shared:
@@ -590,7 +590,7 @@ class Oracle:
 
     def _released_bytes(self, pieces: list[Piece], decision: Decision) -> float:
         """Return the bytes that a group of one op saved and has released once its gradients are made."""
-        if sum(op.kind != "view" for op in decision.group.ops) > 1:
+        if decision.group.num_kernels > 1:
             return 0.0
         ends = {0, decision.region_class.multiplicity - 1}
         return sum(

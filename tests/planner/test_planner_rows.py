@@ -98,10 +98,8 @@ def test_attention_split_along_queries_saves_all_keys_and_values():
 
 
 HELD = {
-    (
-        "vit-tiny",
-        "8xa100",
-    ): 0.01,  # gathers and exchanges are padded: a batch of 4 on 8 devices; gradients wait that came before
+    # gathers and exchanges are padded: a batch of 4 on 8 devices; gradients wait that came before
+    ("vit-tiny", "8xa100"): 0.01,
     ("resnet-tiny", "8xa100"): 0.01,  # buffers and statistics of norms take whole blocks of the allocator
     ("bert-tiny", "8xa100"): 0.015,  # readers of one copy add up their gradients there, whole
     ("gpt2-tiny", "8xa100"): 0.005,

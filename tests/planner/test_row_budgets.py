@@ -33,7 +33,7 @@ def test_a_row_budget_that_is_just_missed_is_hardly_lowered() -> None:
 
 
 def test_no_row_budget_is_tried_below_one_that_let_in_nothing() -> None:
-    """What is fast enough and fits, if anything is, lies between that and the smallest whose answer did not fit."""
+    """An answer that is fast enough and fits, if there is one, lies between that and the smallest whose answer did not fit."""
     search = Search(1000.0, Effort(), aim=950.0)
     search.note(simulated(1300))
     search.aim = 900.0

@@ -69,7 +69,7 @@ class Group:
 
     @property
     def num_kernels(self) -> int:
-        """How many of its ops are more than views."""
+        """Return the number of its ops that are more than views."""
         return sum(op.kind != "view" for op in self.ops)
 
     @property

@@ -52,7 +52,7 @@ class Item:
     """As `held` and `present`, before the group that uses it first."""
     waiting: int
     most_mib: float
-    """What one instance takes at most."""
+    """One instance takes no more than this."""
     made_at: float = -math.inf
     """The moment of a region's reruns at which it is made (`rerun_memory`); -∞ if it is there where they begin."""
     read_until: float = -math.inf

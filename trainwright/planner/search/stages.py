@@ -62,6 +62,7 @@ def solve_in_stages(stages: Stages, cost: Mapping[int, float] | None = None) -> 
     third = stages.effort.relaxation_share * limit
     hidden = stages.sharding.hidden if cost is None else None
     held = _Held(stages, fixed, cost if hidden is None else hidden.priced())
+    # where hidden seconds have prices, these are duals of the relaxation
     if hidden is None and (only := _one_sharding(stages.sharding, fixed)) is not None:
         return _of_one(stages, held.solve(only, limit))
     known = None
