@@ -18,6 +18,7 @@ from trainwright.planner.model.offload_states import STATE_EPSILON_S, STATES_IN_
 from trainwright.planner.model.recompute import RERUN_EPSILON_S
 from trainwright.planner.model.sharding import has_one_want
 from trainwright.planner.problem.problem import Decision, Problem, Source, Stored, Use, Want
+from trainwright.program.layout import Layout
 from trainwright.program.transition import gradient_layout
 
 Options = Mapping[Decision, int]
@@ -60,6 +61,8 @@ class Piece:
     """The last moment before whose end it is still to be read."""
     again_bytes: float = 0.0
     """What is made again, of one instance."""
+    freed_by: tuple[Decision, int] | None = None
+    """The group, and the op in it, whose backward is the last to need it."""
 
     @property
     def kept_bytes(self) -> float:
@@ -213,17 +216,17 @@ class Oracle:
         return total
 
     @_of_the_sharding
-    def _brought_back_bytes(self, decision: Decision) -> int:
-        """The most that bringing back a gradient holds, of those that the group's backward completes."""
+    def _brought_back_bytes(self, decision: Decision, place: int) -> int:
+        """The most that bringing back a gradient holds, of those that the backward of the group's op at `place` completes."""
         most = 0
         for member in (0, decision.count - 1):
             waiting = 0
-            for use in reversed([use for use in self._read_by(decision) if member in use.members]):
+            for use in reversed([use for use in self._brought_by(decision, place) if member in use.members]):
                 if back := self._back_bytes(use):
                     most = max(most, back + waiting)
                 if use.demands[0].decision is decision:
-                    waiting += self._brought_bytes(use)
-        for source, want in self.shared:
+                    waiting += sum(more if has_one_want(use) else max(0, more) for more in self._brought_bytes(use))
+        for source, want in self.shared if place == decision.backwards[-1].place else ():
             first = min(self._readings(source))
             here = any(first == (member.index, decision.group.index) for member in decision.region_class.members)
             if here and source.tensor.requires_grad:
@@ -231,14 +234,34 @@ class Oracle:
                 most = max(most, self.problem.costs.change_bytes(source.tensor, want[1], due))
         return most
 
-    def _brought_bytes(self, use: Use) -> int:
-        """Return the bytes that a gradient takes, once brought back, beyond those that the backward made of it."""
-        due, costs, total = gradient_layout(self._native(use)), self.problem.costs, 0
+    def _brought_by(self, decision: Decision, place: int) -> list[Use]:
+        """Return what the group reads of which no op of a later group, or before `place` in it, still gives a part."""
+        found = []
+        for use in self._read_by(decision):
+            [own] = [demand for demand in use.demands if demand.decision is decision]
+            if own.place == place and (own is use.demands[0] or not has_one_want(use)):
+                found.append(use)
+        return found
+
+    @_of_the_sharding
+    def _brought_before(self, decision: Decision, place: int) -> int:
+        """Return what gradients that ops behind `place` made hold more since they were brought back."""
+        total, ends = 0, {0, decision.count - 1}
+        for use in self._read_by(decision):
+            [own] = [demand for demand in use.demands if demand.decision is decision]
+            if own.place > place and own is use.demands[0]:
+                is_known = has_one_want(use) and ends <= {*use.members}
+                total += sum(more if is_known else max(0, more) for more in self._brought_bytes(use))
+        return total
+
+    def _brought_bytes(self, use: Use) -> Iterator[int]:
+        """Yield, for each want, the bytes that a gradient takes, once brought back, beyond those that the backward made of it."""
+        due, costs, first = gradient_layout(self._native(use)), self.problem.costs, use.demands[0]
+        stays = any(use.tensor in op.shares for op in first.decision.backwards if op.place == first.place)
         for want in self.wants[use] if use.tensor.requires_grad else ():
             if want[1] != due and (use.source, want) not in self.shared:
-                own = 0 if use.demands[0].decision.hands_on else costs.block_bytes(use.source.tensor, want[1])
-                total += max(0, costs.copy_bytes(use.source.tensor, want[1], due) - own)
-        return total
+                own = 0 if stays else costs.block_bytes(use.source.tensor, want[1])
+                yield costs.copy_bytes(use.source.tensor, want[1], due) - own
 
     # What is asked for
 
@@ -276,7 +299,7 @@ class Oracle:
                 rederived = 0
             else:
                 rederived = fate.reruns.get(maker, 0)
-            least = float(count) if stored.held else 0.0
+            least = float(count) if stored.is_result(self._native_of(stored)) else 0.0
             if stored.own_saved:
                 least = max(least, count - rederived)
             for use in stored.uses:
@@ -383,18 +406,19 @@ class Oracle:
         at = self.options
         static = self.problem.static_bytes + sum(d.count * (d.rest_bytes[at[d]] + d.state_bytes[at[d]]) for d in params)
         static -= sum(self._state_bytes(param) * num for param, num in fate.states.items())
-        moments = [self._update_bytes(fate) + self._window_bytes(fate)]
         pieces = list(self._pieces(fate))
+        moments = [self._update_bytes(fate) + self._window_bytes(fate), self._summing_bytes(fate, pieces)]
         for decision in self.problem.groups:
             moments.append(self._forward_bytes(fate, pieces, decision))
-            moments += [self._backward_bytes(fate, pieces, decision, member) for member in (0, decision.count - 1)]
+            moments += [self._backward_bytes(fate, pieces, decision, member) for member in range(decision.count)]
         return static + max(moments)
 
     def _update_bytes(self, fate: Fate) -> float:
         at = self.options
         trained = [decision for decision in self.problem.params if decision.tied[0].requires_grad]
         gradients = sum(decision.count * decision.rest_bytes[at[decision]] for decision in trained)
-        held = sum(self._size(stored) * fate.kept[stored] for stored in self.problem.stored if stored.held)
+        results = [stored for stored in self.problem.stored if stored.is_result(self._native_of(stored))]
+        held = sum(self._size(stored) * fate.kept[stored] for stored in results) + self._sums_bytes()
         return gradients + held + max((decision.step_bytes[at[decision]] for decision in trained), default=0)
 
     def _window_bytes(self, fate: Fate) -> float:
@@ -402,6 +426,20 @@ class Oracle:
         return STATES_IN_WINDOW * max(sizes, default=0.0)
 
     @_of_the_sharding
+    def _sums_bytes(self) -> int:
+        """Return what the caller holds beside outputs that are partial."""
+        return sum(decision.result_bytes[self.options[decision]] for decision in self.problem.groups)
+
+    def _summing_bytes(self, fate: Fate, pieces: list[Piece]) -> float:
+        """Return the most that there is while one of these sums is made; 0 without any."""
+        most = max(decision.summing_bytes[self.options[decision]] for decision in self.problem.groups)
+        summed = [stored for stored in self.problem.stored if stored.held]
+        most += sum(self._size(s) * (1 - fate.kept[s] / s.source.decision.count) for s in summed) if most else 0
+        return most + sum(piece.kept_bytes for piece in pieces) if most else 0.0
+
+    def _native_of(self, stored: Stored) -> Layout:
+        return stored.source.natives[self.options[stored.source.decision]]
+
     def _size(self, stored: Stored) -> int:
         source = stored.source
         return self.problem.costs.block_bytes(source.tensor, source.natives[self.options[source.decision]])
@@ -410,16 +448,20 @@ class Oracle:
         """Yield all that is kept, and what a backward waits for."""
         for stored, count in fate.kept.items():
             decision = stored.source.decision
-            last = -1 if stored.held else stored.position
+            last = -1 if stored.is_result(self._native_of(stored)) else stored.position
             away = self._size(stored) * fate.leaves.get(stored, 0)
             made = {decision.group.index: self._size(stored) * count - away}
             needed, passed_on = self._present_bytes(stored), self._is_passed_on(stored)
+            if (
+                decision.count == 1
+            ):  # what is only derived from is released too; of several instances others may still need theirs
+                needed = max(needed, *made.values())
             first = self._first_reader(stored)
             members = range(decision.count)
             again = self._size(stored) * fate.reruns.get(decision, 0) / decision.count
             yield Piece(
                 decision, members, made, last, needed, passed_on, first, away / decision.count,
-                *self._when_remade(stored), again,
+                *self._when_remade(stored), again, stored.freed_by,
             )  # fmt: skip
         for decision in self.problem.groups:
             inner = decision.inner_bytes[self.options[decision]]
@@ -445,7 +487,10 @@ class Oracle:
         again = sum(size * fate.converts.get((use, want), 0) / use.count for want, (size, _) in converted.items())
         positions = [demand.position for demand in use.demands]
         when = min(positions) - 0.75, max(positions) - 0.5
-        return Piece(use, use.members, made, min(readers), needed, False, max(readers), away, *when, again)
+        saving = [d for d in use.demands if any(d.saves)] or use.demands
+        last = min(saving, key=lambda d: (d.until, d.position, d.place))
+        end = last.decision, last.place
+        return Piece(use, use.members, made, min(readers), needed, False, max(readers), away, *when, again, end)
 
     @_of_the_sharding
     def _when_remade(self, stored: Stored) -> tuple[float, float]:
@@ -485,7 +530,7 @@ class Oracle:
     def _backward_bytes(self, fate: Fate, pieces: list[Piece], decision: Decision, member: int) -> float:
         position, own = decision.group.index, decision.region_class
         region = own.members[member].index
-        total = self._momentary_bytes(fate, pieces, decision, member)
+        total = self._momentary_bytes(fate, pieces, decision, member) + self._sums_bytes()
         for piece in pieces:
             if piece.owner.region_class is own and not piece.passed_on:
                 total += piece.own_bytes(member, position, own.multiplicity)
@@ -522,9 +567,13 @@ class Oracle:
     def _momentary_bytes(self, fate: Fate, pieces: list[Piece], decision: Decision, member: int) -> float:
         """The most that kernels, changes of their gradients' layouts, or the reruns before them hold."""
         option = self.options[decision]
-        moments = [decision.transient_bytes[option]]
-        if brought_back := self._brought_back_bytes(decision):
-            moments.append(decision.made_bytes[option] + brought_back - self._released_bytes(pieces, decision))
+        moments = [0.0]
+        for op in decision.backwards:
+            before = self._brought_before(decision, op.place)
+            moments.append(op.running_bytes[option] + before - self._released_bytes(pieces, decision, op.place + 1))
+            if brought_back := self._brought_back_bytes(decision, op.place):
+                released = self._released_bytes(pieces, decision, op.place)
+                moments.append(op.made_bytes[option] + before + brought_back - released)
         of_class = [other for other in self.problem.groups if other.region_class is decision.region_class]
         if decision is of_class[-1]:
             is_last = member == decision.count - 1
@@ -574,7 +623,7 @@ class Oracle:
         held: dict[Use, float] = {}
         for (use, want), num in fate.converts.items():
             is_here = use.region_class is of_class[-1].region_class and (is_last or 0 in use.members)
-            if is_here and not use.source.is_param:
+            if is_here:
                 share = num / use.count if is_last or not has_one_want(use) else min(1, num)
                 held[use] = held.get(use, 0.0) + share * self._converted_bytes(use, want, is_last)
         for use, size in held.items():
@@ -583,21 +632,21 @@ class Oracle:
 
     @_of_the_sharding
     def _converted_bytes(self, use: Use, want: Want, is_last: bool) -> float:
-        stored = self.stored_of[use]
+        stored = self.stored_of.get(use)
         size = self.problem.costs.change_bytes(use.source.tensor, self._native(use), want[0])
-        is_kept = is_last or not use.inside or stored.own_saved or stored.boundary or stored.held
+        is_kept = is_last or stored is None or not use.inside or stored.own_saved or stored.boundary or stored.held
         return size if is_kept else size + self._size_of(use)
 
-    def _released_bytes(self, pieces: list[Piece], decision: Decision) -> float:
-        """Return the bytes that a group of one op saved and has released once its gradients are made."""
-        if decision.group.num_kernels > 1:
-            return 0.0
+    def _released_bytes(self, pieces: list[Piece], decision: Decision, place: int) -> float:
+        """Return the bytes that a group saved and has released once its ops from `place` on have run backward."""
         ends = {0, decision.region_class.multiplicity - 1}
-        return sum(
+        option = self.options[decision]
+        total = sum(sizes[option] for at, sizes in decision.inner_freed.items() if at >= place)
+        return total + sum(
             piece.needed_bytes
             for piece in pieces
-            if piece.owner.region_class is decision.region_class and not piece.passed_on
-            if piece.last == decision.group.index and ends <= {*piece.members}
+            if piece.owner.region_class is decision.region_class and not piece.passed_on and piece.freed_by is not None
+            if piece.freed_by[0] is decision and piece.freed_by[1] >= place and ends <= {*piece.members}
         )
 
     def _back_again_bytes(self, fate: Fate, decision: Decision, region: int) -> float:
@@ -681,19 +730,19 @@ class Oracle:
 
     @_of_the_sharding
     def _passing(self, decision: Decision) -> set[Stored]:
-        """What is made by the group or before it and still to be read in the forward; what is held counts as kept."""
+        """What is made by the group or before it and still to be read in the forward, or to be summed for the caller."""
         own, position = decision.region_class, decision.group.index
         found = set()
         for stored in self.problem.stored:
             maker = stored.source.decision
             made = maker.group.index if maker.region_class is own else math.inf
-            if made == position or (made < position and stored.boundary):
+            if made == position or (made < position and (stored.boundary or stored.held)):
                 found.add(stored)
             for use in stored.uses:
                 here = use.region_class is own and any(demand.position >= position for demand in use.demands)
                 if here and (not use.inside or made <= position):
                     found.add(stored)
-        return {stored for stored in found if not stored.held}
+        return found
 
 
 def _is_saved(use: Use, want: Want) -> bool:

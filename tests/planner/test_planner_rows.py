@@ -192,7 +192,7 @@ def test_of_shardings_drawn_at_random_the_rows_count_hardly_too_little(name: str
         if found.values is not None:
             ratios.append(solver.answer(found, 0.0).simulation.peak_bytes / memory.peak_bytes(found.values))
     assert len(ratios) >= 12
-    assert min(ratios) > 0.85  # what ops of one group saved counts until the last of them has run
+    assert min(ratios) > 0.92  # of llama-tiny, whose reruns follow one another
     assert max(ratios) < 1.006
 
 

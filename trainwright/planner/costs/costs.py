@@ -348,8 +348,7 @@ class CostModel:
 
     def has_internals(self, group: Group, op: Op, split: Split) -> bool:
         """Tell whether `op` saves anything that is neither an input nor an output."""
-        sampled = self._inner_of(group, op, split).record if self._is_sampled(op, split) else None
-        return any((sampled or self.records[op]).internals)
+        return any((self._inner_of(group, op, split).record or self.records[op]).internals)
 
     def saved_inputs(self, group: Group, op: Op, split: Split) -> frozenset[int]:
         """Return the places of the tensor arguments whose memory the backward of `op` needs."""
@@ -576,7 +575,7 @@ class Inner:
 
 
 def inner_costs(costs: CostModel, group: Group, op: Op, split: Split) -> Inner:
-    """Run the local form of `op` on fake tensors, if it asks for a group of ranks, and return what it takes."""
+    """Run the local form of `op` on fake tensors, if it asks for a group of ranks or a range, and return what it takes."""
     with costs.fakes:
         return _inner_costs(_Probe(costs, group, op, split), op)
 
@@ -628,7 +627,7 @@ def _summed(function: WithSum, args: Sequence[Any], tensors: Mapping[torch.Tenso
 
 
 class _Probe:
-    """A `LocalContext` on the fullest rank that notes whether the op communicates."""
+    """A `LocalContext` on the fullest rank that notes whether the op communicates, or asks which part of a range is the rank's."""
 
     def __init__(self, costs: CostModel, group: Group, op: Op, split: Split) -> None:
         self.costs, self.group, self.op, self.chosen = costs, group, op, split
@@ -659,6 +658,7 @@ class _Probe:
         return TimedAxes(self.costs, self._axes(loops), self._add)
 
     def range_of(self, loop: str) -> tuple[int, int]:
+        self.asked = True  # what a rank makes of a part of the range, a mask say, is in no whole op
         return self._range_at(loop, (0,) * len(self.costs.mesh))
 
     def _range_at(self, loop: str, coords: Sequence[int]) -> tuple[int, int]:

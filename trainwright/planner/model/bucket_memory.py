@@ -21,7 +21,7 @@ holds all gradients, so its places are known; in larger ones the rows count the 
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -82,7 +82,6 @@ class BucketMemory:
         self._carried: set[int] = set()
         if not sharding.joined.in_buckets:
             return
-        self._num_uses = Counter(use.source for use in problem.uses)
         self._first_given: dict[Source, int] = defaultdict(int)
         """The region whose backward is the first to give a parameter's gradient."""
         for use in problem.uses:
@@ -134,9 +133,7 @@ class BucketMemory:
             self._scattered[use.region_class].append(part)
 
     def _padding_mib(self, use: Use, native: Layout) -> float:
-        """Return what a gradient in memory of its own holds beyond its elements; of a tied parameter it is left out."""
-        if self._num_uses[use.source] > 1:
-            return 0.0
+        """Return what a gradient in memory of its own holds beyond its elements."""
         costs, tensor = self.problem.costs, use.source.tensor
         return (costs.block_bytes(tensor, native) - costs.local_bytes(tensor, native)) / MIB
 
@@ -166,7 +163,7 @@ class BucketMemory:
         own += _not_copied_out(parts, position)
         return own + self._next_gathers(region_class) if self.ahead else own
 
-    def rerun(self, region_class: RegionClass, position: int) -> Terms:
+    def rerun(self, region_class: RegionClass, position: float) -> Terms:
         """Return the terms of what is gathered again and waits to be copied out while a group runs again."""
         return _not_copied_out(self._again[region_class], position)
 
@@ -288,7 +285,7 @@ def _whole(parts: list[_Part]) -> Terms:
     return [(part.column, part.mib) for part in parts if part.mib]
 
 
-def _not_copied_out(parts: list[_Part], position: int) -> Terms:
+def _not_copied_out(parts: list[_Part], position: float) -> Terms:
     """Return the terms of what one collective gathers, up to the group that reads the last of it."""
     joined = [part for part in parts if part.is_small]
     return _whole(joined) if any(part.position >= position for part in joined) else []

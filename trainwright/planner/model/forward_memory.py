@@ -12,6 +12,7 @@ the other, and those that came before wait; `Changes` holds both directions.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -21,7 +22,7 @@ from ..problem.problem import Decision, Problem, Stored, Use
 from .bucket_memory import BucketMemory
 from .milp import MIB, Model, Terms
 from .recompute import Recompute
-from .sharding import Sharding
+from .sharding import Sharding, has_one_want
 from .tied import SharedCopies
 
 CHANGING = "what a change of layout holds"
@@ -40,11 +41,14 @@ class Changes:
         for (use, native, want), column in sharding.flow.items():
             tensor, due = use.source.tensor, gradient_layout(native)
             there[use].append((column, costs.change_bytes(tensor, native, want[0]) / MIB))
-            if use.tensor.requires_grad and not buckets.carries(column):
-                back[use].append((column, costs.change_bytes(tensor, want[1], due) / MIB))
-                own = 0 if use.demands[0].decision.hands_on else costs.block_bytes(tensor, want[1])
-                more = costs.copy_bytes(tensor, want[1], due) - own if want[1] != due else 0
-                brought[use].append((column, more / MIB))
+            if use.tensor.requires_grad:
+                own = 0 if self._shares(use) else costs.block_bytes(tensor, want[1])
+                if buckets.carries(column):  # it goes into the buffer
+                    brought[use].append((column, -own / MIB))
+                else:
+                    back[use].append((column, costs.change_bytes(tensor, want[1], due) / MIB))
+                    more = costs.copy_bytes(tensor, want[1], due) - own if want[1] != due else 0
+                    brought[use].append((column, more / MIB))
         sums = {use: self._sum(terms) for use, terms in there.items()}
         self.there = {use: found for use, found in sums.items() if found is not None}
         self._back, self._brought = back, brought
@@ -61,21 +65,53 @@ class Changes:
         """Return what the copies that a group asks for hold in the forward: they stay until it has run."""
         return [(self.there[use], 1.0) for use in self.read_by(decision) if use in self.there]
 
-    def backward(self, decision: Decision) -> Terms:
-        """Return what bringing the gradients of a group's operands back holds beyond those: one after the other.
+    def backward(self, decision: Decision, place: int) -> Terms:
+        """Return what bringing back the gradients that a group's op completes holds beyond those: one after the other.
 
-        The last operand's comes first, and stays while the others follow.
+        place: that of the op in the group. The last operand's comes first, and stays while the others follow.
         """
         assert decision.region_class is not None
         moments: dict[tuple[Use, ...], Terms] = {}
         for member in sorted({0, decision.region_class.multiplicity - 1}):
-            uses = [use for use in self.read_by(decision) if member in use.members]
-            for place, use in enumerate(uses):
-                later = [other for other in uses[place + 1 :] if other.demands[0].decision is decision]
+            uses = [use for use in self._completed(decision, place) if member in use.members]
+            for at, use in enumerate(uses):
+                later = [other for other in uses[at + 1 :] if other.demands[0].decision is decision]
                 if changing := _positive(self._back[use]):
-                    stays = [term for other in later for term in _positive(self._brought[other])]
+                    stays = [term for other in later for term in self._stays(other)]
                     moments[use, *later] = [*changing, *stays]
-        return self.model.largest(CHANGING, [*moments.values(), *map(_positive, self.shared.back(decision))])
+        shared = self.shared.back(decision) if place == decision.backwards[-1].place else []
+        return self.model.largest(CHANGING, [*moments.values(), *map(_positive, shared)])
+
+    def brought(self, decision: Decision, place: int) -> Terms:
+        """Return what the gradients that ops of a group behind the one at `place` brought back hold beyond what those made."""
+        assert decision.region_class is not None
+        ends = {0, decision.region_class.multiplicity - 1}
+        terms: Terms = []
+        for use in self.read_by(decision):
+            first = use.demands[0]
+            if first.decision is decision and first.place > place:
+                terms += self._stays(use) if ends <= {*use.members} else _positive(self._brought[use])
+        return terms
+
+    def _stays(self, use: Use) -> Terms:
+        """Return what a gradient holds once it is brought back, beyond what was made of it: less, if it all comes at once."""
+        return self._brought[use] if has_one_want(use) else _positive(self._brought[use])
+
+    def _completed(self, decision: Decision, place: int) -> list[Use]:
+        """Return the uses whose gradients no other group, and no other op of this one, adds to once the op at `place` has run."""
+        return [
+            use
+            for use in self.read_by(decision)
+            for demand in use.demands
+            if demand.decision is decision and demand.place == place
+            if demand is use.demands[0] or not has_one_want(use)
+        ]
+
+    def _shares(self, use: Use) -> bool:
+        """Tell whether the gradient lies in memory that stays when it has been brought back."""
+        first = use.demands[0]
+        ops = [op for op in first.decision.backwards if op.place == first.place]
+        return any(use.tensor in op.shares for op in ops)
 
     def _sum(self, terms: list[tuple[int, float]]) -> int | None:
         if not (terms := _positive(terms)):
@@ -94,7 +130,11 @@ class ForwardMemory:
         self.model, self.problem, self.sharding, self.recompute = model, problem, sharding, recompute
         self.changes = changes
         self.kept = self._kept()
-        self.passing = {stored: self._passing(stored) for stored in problem.stored if not stored.held}
+        self.passing = {
+            stored: self._passing(stored)
+            for stored in problem.stored
+            if not all(map(stored.is_result, sharding.yields(stored.source)))
+        }
 
     def rows(self) -> Iterator[tuple[Decision, Terms]]:
         """Yield each group with what is alive while the last instance of it runs forward."""
@@ -111,8 +151,18 @@ class ForwardMemory:
                 terms += self.recompute.on_the_way(region_class)
                 spaces = zip(self.sharding.choice[decision], decision.workspace_bytes)
                 yield decision, terms + _positive([(column, size / MIB) for column, size in spaces])
+        yield from self._results()
 
-    def _kept_terms(self, region_class: RegionClass, region: int, position: int) -> Terms:
+    def _results(self) -> Iterator[tuple[Decision, Terms]]:
+        """Yield each group of which the caller is given sums, with what is alive while one is made, after the forward."""
+        last = self.problem.program.regions[-1]
+        ends = self._kept_terms(last.region_class, last.index, math.inf)
+        ends += [(column, 1.0) for stored, column in self.passing.items() if stored.held]
+        for decision in self.problem.groups:
+            if any(decision.summing_bytes):
+                yield decision, ends + self.sharding.chosen_mib(decision, decision.summing_bytes)
+
+    def _kept_terms(self, region_class: RegionClass, region: int, position: float) -> Terms:
         terms: Terms = []
         for (owner, first), column in self.kept.items():
             num = sum(other.index < region for other in owner.members) + (owner is region_class and first <= position)
@@ -156,7 +206,7 @@ class ForwardMemory:
                     found[stored] = None
         for stored in self.problem.stored:
             owner, made = _place(stored.source.decision)
-            if owner is region_class and (made == position or (made < position and stored.boundary)):
+            if owner is region_class and (made == position or (made < position and (stored.boundary or stored.held))):
                 found[stored] = None
         return list(found)
 

@@ -16,8 +16,8 @@
                   offloaded states that have come back (`offload_states`)
 
 One row per group for the first and for the last instance of its class: at the last instance most is kept, at the first
-most gradients are there. The forward's rows stand in `forward_memory`. Sums per class are columns of their own, so that a
-row stays short.
+most gradients are there. Where the first reads in another layout than those behind it, one for the second too. The forward's
+rows stand in `forward_memory`. Sums per class are columns of their own, so that a row stays short.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from ..problem.problem import Decision, Problem
 from .bucket_memory import BucketMemory
 from .forward_memory import Changes, ForwardMemory
 from .milp import MIB, Model, Terms
+from .moments import MOMENTARY, Moments
 from .offload import spans
 from .recompute import Recompute
 from .rerun_memory import RerunMemory
@@ -42,8 +43,6 @@ from .tied import Place
 from .update_memory import UpdateMemory
 from .waiting_gradients import WaitingGradients
 from .working_set import Item, find_items
-
-MOMENTARY = "what a group's backward holds for a moment"
 
 
 @dataclass(eq=False)
@@ -96,21 +95,22 @@ class _Builder:
         memory = Memory(static_mib=self.problem.static_bytes / MIB, peak=self.model.column())
         self._collect()
         static = self._sum_column([*self._params(self._static_bytes), *self._away(), *self.recompute.values_held])
+        moments_of = Moments(self.model, self.sharding, self.changes, self.waiting, self.items)
         reruns = RerunMemory(self.model, self.problem, self.sharding, self.recompute, self.changes.buckets)
         for region_class in self.problem.program.classes:
             decisions = self.problem.of_class(region_class)
             for decision in decisions:
-                momentary = self._momentary(decision)
+                momentary = moments_of.group(decision)
                 if decision is decisions[0] and (scattered := self._coming_to_rest(region_class)):
                     momentary.append(scattered)
                 last = region_class.multiplicity - 1
                 shared = None if decision is decisions[-1] else self.model.largest(MOMENTARY, momentary)
-                for member in {0, last}:
+                for member in self._members(decision):
                     held = shared
                     if held is None:
-                        begins = reruns.of_last if member == last else reruns.of_first
-                        moments = [*momentary, *begins(decisions, self.items[region_class])]
-                        held = self.model.largest(MOMENTARY, moments)
+                        begins = reruns.of_last if member == last else reruns.of_first if member == 0 else None
+                        moments = begins(decisions, self.items[region_class]) if begins is not None else []
+                        held = self.model.largest(MOMENTARY, [*momentary, *moments])
                     terms = self._row(region_class, member, decision)
                     self._hold(memory, [(static, 1.0), *terms, *held], _row_name("backward", decision, member))
         forward = ForwardMemory(self.model, self.problem, self.sharding, self.recompute, self.changes)
@@ -118,6 +118,17 @@ class _Builder:
             self._hold(memory, [(static, 1.0), *terms, *self._constants()], _row_name("forward", decision, -1))
         self._hold(memory, [(static, 1.0), *self._update_terms()], "at the optimizer's step")
         return memory
+
+    def _members(self, decision: Decision) -> list[int]:
+        """Return the instances of which a group's backward may hold most: the first, the last, and those between that begin to
+        need what the ones before them do not.
+
+        From one such instance to the next, what is kept grows and the gradients of parameters get fewer by as much each time.
+        """
+        assert decision.region_class is not None
+        assert decision.group is not None
+        needed = [item for item in self.items[decision.region_class] if item.position <= decision.group.index]
+        return sorted({0, decision.region_class.multiplicity - 1, *(min(item.members) for item in needed)})
 
     def _static_bytes(self, decision: Decision, option: int) -> int:
         """Return the bytes held throughout the step; with micro-batches they include the accumulated gradients."""
@@ -149,8 +160,12 @@ class _Builder:
             if stored.held or stored.boundary:
                 for native in self.sharding.yields(source):
                     size = self.problem.costs.block_bytes(source.tensor, native) / MIB
-                    key = (region_class, -1 if stored.held else stored.position)
+                    key = (region_class, -1 if stored.is_result(native) else stored.position)
                     self.passed[key].append((self.recompute.keep[stored, native], size))
+        for decision in self.problem.groups:
+            if any(decision.result_bytes):
+                assert decision.region_class is not None
+                self.passed[decision.region_class, -1] += self._results(decision)
         for item in find_items(self.model, self.problem, self.sharding, self.recompute):
             self.items[item.region_class].append(item)
         self.kept = {
@@ -162,6 +177,10 @@ class _Builder:
                 position = max(demand.position for demand in use.demands)
                 places = [(use.region_class.members[member].index, position) for member in use.members]
                 self.gradient_places[use.source.decision] += places
+
+    def _results(self, decision: Decision) -> Terms:
+        """Return the terms of the sums that the caller holds beside outputs which are partial."""
+        return self.sharding.chosen_mib(decision, decision.result_bytes)
 
     # Rows
 
@@ -201,40 +220,6 @@ class _Builder:
     @cached_property
     def _one(self) -> int:
         return self.model.one()
-
-    def _momentary(self, decision: Decision) -> list[Terms]:
-        """Return what a group's backward holds: while its kernels run, and while the gradients that they made change layout.
-
-        By then what one op alone saved is released. In buckets the gradients go into a buffer, which is there while the rest
-        of the kernels run if they are a region's first ones.
-        """
-        assert decision.region_class is not None
-        assert decision.group is not None
-        running = [*self.sharding.chosen_mib(decision, decision.transient_bytes), *self.waiting.of_outputs(decision)]
-        changing = self.changes.backward(decision)
-        opened = self.changes.buckets.opened(decision.region_class, decision.group.index)
-        moments = [running]
-        if changing or opened:
-            made = self.sharding.chosen_mib(decision, decision.made_bytes)
-            moments.append([*made, *changing, *opened, *self._released(decision)])
-        if opened:
-            moments.append([*self.sharding.chosen_mib(decision, decision.late_bytes), *opened])
-        return moments
-
-    def _released(self, decision: Decision) -> Terms:
-        """Return the (negative) terms of what a group saved and has released once its gradients are made.
-
-        Of a group of several ops some may still have to run.
-        """
-        assert decision.region_class is not None
-        assert decision.group is not None
-        if decision.group.num_kernels > 1:
-            return []
-        return [
-            (item.present, -1.0)
-            for item in self.items[decision.region_class]
-            if item.position == decision.group.index and {0, decision.region_class.multiplicity - 1} <= item.members
-        ]
 
     def _own_terms(self, region_class: RegionClass, member: int, position: int) -> Terms:
         """Return the terms of the own class: the last instance counts all that is kept, the first one only its own."""
@@ -351,9 +336,10 @@ class _Builder:
             terms = [term for decision in trained for term in self._at_rest(decision, decision.count)]
         for stored in self.problem.stored:
             if stored.held:
-                for native in self.sharding.yields(stored.source):
+                for native in filter(stored.is_result, self.sharding.yields(stored.source)):
                     size = self.problem.costs.block_bytes(stored.source.tensor, native)
                     terms.append((self.recompute.keep[stored, native], size / MIB))
+        terms += [term for decision in self.problem.groups for term in self._results(decision)]
         window = [(self.recompute.state_window, 1.0)] if self.recompute.state_window >= 0 else []
         updates = self.updates.held({decision: decision.count for decision in self.updates.trained})
         return [*terms, *self._vectors(), (self.temporaries, 1.0), *window, *updates]

@@ -128,8 +128,14 @@ class _Builder:
             self.model.row(EXISTS, [(column, 1.0), *ones(chosen, -count)], upper=0.0)
         keeps = [self.columns.keep[stored, native] for native in self.sharding.yields(stored.source)]
         if stored.held:
-            self.model.row(NEED, ones(keeps), lower=count)
-        elif stored.own_saved:
+            sums = [
+                column
+                for native, chosen in self.sharding.yields(stored.source).items()
+                for column in chosen
+                if not stored.is_result(native)
+            ]
+            self.model.row(NEED, ones(keeps) + ones(sums, count), lower=count)
+        if stored.own_saved:
             self.model.row(NEED, ones(keeps) + self._reruns(stored.source.decision, stored), lower=count)
 
     def _reruns(self, decision: Decision, stored: Stored) -> Terms:

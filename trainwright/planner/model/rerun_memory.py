@@ -3,7 +3,8 @@
 Reruns follow one another as the forward did: that of group i is moment i, what is converted for it comes at i − ½.
 
     running       Σ r / M · (scratch, and what the group makes), and what one collective gathered again and waits to be copied out
-    converting    Σ C / M · (the most that the change of layout holds, its result included), and what one collective gathered again
+    converting    Σ C / M · (the most that the change of layout holds, its result included), and what one collective gathered again;
+                  of parameters in buckets before the first rerun, with the first of several steps, which was issued early
     beside        what was made again and is still to be read or saved, and nothing that is made later (`Item.beside`): the row
                   of the last group counts all that its backward begins with
 
@@ -18,18 +19,22 @@ last one, which is rerun where r = M. The first one is where r ≥ 1:
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ...program.blocks import RegionClass
-from ..problem.problem import Decision, Problem, Use
+from ...program.layout import Layout
+from ..problem.problem import Decision, Problem, Use, Want
 from .bucket_memory import BucketMemory
+from .joined import travel_of
 from .milp import MIB, Model, Terms
 from .recompute import Recompute
 from .sharding import Sharding, has_one_want, ones, wants_of
 from .working_set import Item, copies_made_again, when_converted
 
+PADDED = "what a gather leaves beside a copy that is made again"
 FIRST = "what the first of several instances reruns"
 
 
@@ -54,17 +59,44 @@ class RerunMemory:
         self._nones: dict[Decision | Use, int | None] = {}
         self._remade_of: dict[Item, int | None] = {}
         self._copies = copies_made_again(problem, recompute)
+        self._padding: dict[Use, Terms] = defaultdict(list)
+        """What gathers of the copies that are made again leave beside them."""
+        for (use, native, want), column in recompute.convert.items():
+            tensor = use.source.tensor
+            more = problem.costs.copy_bytes(tensor, native, want[0]) - problem.costs.block_bytes(tensor, want[0])
+            if more > 0 and not use.source.is_param:
+                self._padding[use].append((column, more / use.count / MIB))
         self._converting: dict[RegionClass, dict[Use, _Converting]] = defaultdict(lambda: defaultdict(_Converting))
         for (use, native, want), column in recompute.convert.items():
-            if not use.source.is_param:
-                tensor, stored = use.source.tensor, problem.stored_of[use]
+            if not self._joins_others(use, native, want):
+                tensor, stored = use.source.tensor, problem.stored_of.get(use)
                 found, num = self._converting[use.region_class][use], use.count * MIB
                 change, operand = problem.costs.change_bytes(tensor, native, want[0]), 0
+                change += self._issued_bytes(use, native, want)
                 found.changes.append((column, change / num))
-                if use.inside and not (stored.own_saved or stored.boundary or stored.held):
+                if use.inside and stored is not None and not (stored.own_saved or stored.boundary or stored.held):
                     operand = problem.costs.block_bytes(tensor, native)
                     found.operand.append((column, operand / num))
                 found.chosen.append((sharding.flow[use, native, want], (change + operand) / MIB))
+
+    def _joins_others(self, use: Use, native: Layout, want: Want) -> bool:
+        """Tell whether one collective gathers it with others, and no other step follows (`_gathered`)."""
+        if not (use.source.is_param and self.sharding.joined.in_buckets):
+            return False
+        travel = travel_of(self.problem, use, native, want)
+        return travel.gather_key is not None and len(travel.there) == 1
+
+    def _issued_bytes(self, use: Use, native: Layout, want: Want) -> int:
+        """Return the bytes of the first of several steps of a gather that is issued early: it stays until the last one is done."""
+        if not (use.source.is_param and self.sharding.joined.in_buckets):
+            return 0
+        steps = travel_of(self.problem, use, native, want).there
+        return self.problem.costs.copy_bytes(use.source.tensor, native, steps[0].after) if len(steps) > 1 else 0
+
+    def _when(self, use: Use) -> float:
+        """Return at which moment reruns convert a tensor: in buckets parameters are gathered first of all."""
+        first = use.source.is_param and self.sharding.joined.in_buckets
+        return -math.inf if first else _first_reader(use) - 0.5
 
     def of_first(self, decisions: Sequence[Decision], items: Sequence[Item]) -> list[Terms]:
         """Return what each rerun of the first of several instances holds, beyond what is there once all were run again.
@@ -86,10 +118,10 @@ class RerunMemory:
                 moments.append([*_unless(none, chosen), *self._gathered(region_class, at), *later(at)])
         for use, found in self._converting[region_class].items():
             if 0 in use.members:
-                at, none, held = _first_reader(use), self._none(use), [*found.changes, *found.operand]
+                moment, none, held = self._when(use), self._none(use), [*found.changes, *found.operand]
                 if none is not None and has_one_want(use):
-                    held = [*_unless(none, found.chosen), *later(at - 0.5, use)]
-                moments.append([*held, *self._gathered(region_class, at)])
+                    held = [*_unless(none, found.chosen), *later(moment, use)]
+                moments.append([*held, *self._gathered(region_class, moment)])
         return [[*self._given(decisions), *terms] for terms in moments if terms]
 
     def _none(self, owner: Decision | Use) -> int | None:
@@ -134,12 +166,22 @@ class RerunMemory:
             if use.region_class is region_class and use not in owners
         ]
 
+        saved = {item.owner: item.present for item in items}
+        padding = [
+            (use, self._unless_saved(use, saved.get(use)))
+            for use in self._padding
+            if use.region_class is region_class and region_class.multiplicity - 1 in use.members
+        ]
+
         def beside(moment: float, result: Use | None = None) -> Iterator[tuple[int, float]]:
             for item in items:
                 yield from item.beside(moment, last, item.owner is result)
             for use, terms in passing:
                 made_at, read_until = when_converted(use, self.sharding)
                 if made_at < moment <= read_until and use is not result:
+                    yield from terms
+            for use, terms in padding:
+                if 0 < moment - when_converted(use, self.sharding)[1] <= 0.5:  # its last reader counts it without
                     yield from terms
 
         moments = []
@@ -148,14 +190,22 @@ class RerunMemory:
             running = [*self._by_share(decision, decision.remade_bytes), *self._gathered(region_class, at)]
             moments.append((running, beside(at)))
         for use, found in self._converting[region_class].items():
-            at = _first_reader(use)
-            moments.append(([*found.changes, *self._gathered(region_class, at)], beside(at - 0.5, use)))
+            moment = self._when(use)
+            moments.append(([*found.changes, *self._gathered(region_class, moment)], beside(moment, use)))
         return [[*self._given(decisions), *terms, *others] for terms, others in moments if terms]
+
+    def _unless_saved(self, use: Use, saved: int | None) -> Terms:
+        """Return the terms of the padding of copies that are made again, but of those that a backward needs and its item counts."""
+        if saved is None:
+            return self._padding[use]
+        column = self.model.column()
+        self.model.row(PADDED, [*self._padding[use], (saved, -1.0), (column, -1.0)], upper=0.0)
+        return [(column, 1.0)]
 
     def _given(self, decisions: Sequence[Decision]) -> Terms:
         return self.sharding.chosen_mib(decisions[-1], decisions[-1].given_bytes)
 
-    def _gathered(self, region_class: RegionClass, position: int) -> Terms:
+    def _gathered(self, region_class: RegionClass, position: float) -> Terms:
         return self.buckets.rerun(region_class, position)
 
     def _by_share(self, decision: Decision, sizes: Sequence[int]) -> Iterator[tuple[int, float]]:

@@ -2,7 +2,8 @@
 
     at the tensor    Σ bytes at rest · x                 from the backward of its last reader on, until that of its producer
                      Σ f · padding of a gather           beyond that, where one reader alone gives it
-    at a copy        Z ≥ Σ_n f[n, w] · (bytes of w's gradient − bytes at rest) − most · Σ {f of other copies}
+                     D ≥ Σ f · padding − most · Σ {f that bring it back}     where a sum hands on one that was gathered
+    at a copy        Z ≥ Σ_n f[n, w] · (bytes of w's gradient − bytes at rest) − most · Σ {x of readers that do not want w}
 
 Readers of one copy (q, k and v of the same input) add up their gradients in the copy's layout, in which each is often whole, and
 only the sum is brought back to the layout of the tensor. So Z stands beside x from the backward of the first of them to that of
@@ -17,9 +18,10 @@ from collections.abc import Iterable
 from ...program.transition import gradient_layout
 from ..problem.problem import Decision, Problem, Source, Use, Want
 from .milp import MIB, Model, Terms
-from .sharding import Sharding, wants_of
+from .sharding import Sharding, ones, wants_of
 from .tied import Place
 
+HANDED_ON = "a gradient that was gathered is handed on"
 AT_A_COPY = "gradients of one copy's readers add up there"
 
 
@@ -29,28 +31,35 @@ class WaitingGradients:
     def __init__(self, model: Model, problem: Problem, sharding: Sharding) -> None:
         self.model, self.problem, self.sharding = model, problem, sharding
         self.uses = [use for use in problem.uses if not use.source.is_param and use.tensor.requires_grad]
-        self.waits = _waits(self.uses)
+        self.reads = _reads(self.uses)
         self.flows: dict[Use, list[tuple[tuple[int, ...], Want, int]]] = defaultdict(list)
         for (use, native, want), column in sharding.flow.items():
             self.flows[use].append((native, want, column))
-        self.padding = {source: self._padding(source) for source in self.waits}
+        self.padding = {use: self._padding(use) for use in self.uses}
         """What a gradient holds more because it was gathered."""
+        self._handed_on: dict[tuple[Source, Use], int] = {}
         self._columns: dict[tuple[Use, bool], int] = {}
 
     def of_outputs(self, decision: Decision) -> Terms:
         """Return what the gradients at which a group's backward begins hold more because they were gathered."""
-        return [term for source, terms in self.padding.items() if source.decision is decision for term in terms]
+        return [term for use, terms in self.padding.items() if use.source.decision is decision for term in terms]
 
     def terms(self, region: int, position: int) -> Terms:
         """Return the terms of what waits while the backward of a group runs."""
         terms: Terms = []
-        for source, waits in self.waits.items():
-            num = sum(made < (region, position) < last for made, last in waits)
-            if num:
-                sizes = [num * self.problem.costs.block_bytes(source.tensor, native) for native in source.natives]
+        here = region, position
+        for source, instances in self.reads.items():
+            waits = [reads for made, reads in instances.items() if (made, _position(source)) < here < reads[-1][0]]
+            if waits:
+                sizes = [
+                    len(waits) * self.problem.costs.block_bytes(source.tensor, native) for native in source.natives
+                ]
                 terms += self.sharding.chosen_mib(source.decision, sizes)
-                if self._has_one_reader(source):
-                    terms += [(column, num * size) for column, size in self.padding[source]]
+            for reads in waits:
+                if len(reads) == 1:
+                    terms += self.padding[reads[0][1]]
+                if len(reads) == 1 or reads[-2][0] <= here:
+                    terms += self._handed(source, *reads[-1])
         for use in self.uses:
             terms += self._at_copy(use, region, position)
         return terms
@@ -62,7 +71,7 @@ class WaitingGradients:
         if not is_between or all(use.region_class.members[member].index != region for member in use.members):
             return []
         # what other regions gave is at rest; what these give is not there yet
-        is_first = any(last == (region, max(positions)) for _, last in self.waits[use.source])
+        is_first = any(reads[-1][0] == (region, max(positions)) for reads in self.reads[use.source].values())
         return [(self._column(use, is_first), 1.0)]
 
     def _column(self, use: Use, is_first: bool) -> int:
@@ -74,11 +83,19 @@ class WaitingGradients:
             for own in wants_of(use):
                 most = max((size for (_, want), size in sizes.items() if want == own), default=0.0)
                 if most > 0:
-                    terms = [
-                        (flow, sizes[native, want] if want == own else -most) for native, want, flow in self.flows[use]
-                    ]
-                    self.model.row(AT_A_COPY, [*terms, (column, -1.0)], upper=0.0)
+                    terms = [(flow, sizes[native, want]) for native, want, flow in self.flows[use] if want == own]
+                    others = ones(self._not_wanting(use, own), -most)
+                    self.model.row(AT_A_COPY, [*terms, *others, (column, -1.0)], upper=0.0)
         return self._columns[key]
+
+    def _not_wanting(self, use: Use, want: Want) -> list[int]:
+        """Return the columns of the readers' options that ask for another copy."""
+        return [
+            column
+            for demand in use.demands
+            for column, wants in zip(self.sharding.choice[demand.decision], demand.wants)
+            if want not in wants
+        ]
 
     def _more_mib(self, use: Use, native: tuple[int, ...], want: Want, is_first: bool) -> float:
         costs, tensor = self.problem.costs, use.source.tensor
@@ -87,30 +104,50 @@ class WaitingGradients:
         rest = costs.block_bytes(tensor, native) if is_first else 0
         return (costs.block_bytes(tensor, want[1]) - rest) / MIB
 
-    def _padding(self, source: Source) -> Terms:
-        costs, tensor = self.problem.costs, source.tensor
+    def _padding(self, use: Use) -> Terms:
+        costs, tensor = self.problem.costs, use.source.tensor
         terms: Terms = []
-        for use in (use for use in self.uses if use.source is source):
-            for native, want, column in self.flows[use]:
-                gradient = gradient_layout(native)
-                more = costs.copy_bytes(tensor, want[1], gradient) - costs.block_bytes(tensor, gradient)
-                if more > 0:
-                    terms.append((column, more / MIB))
+        for native, want, column in self.flows[use]:
+            gradient = gradient_layout(native)
+            more = costs.copy_bytes(tensor, want[1], gradient) - costs.block_bytes(tensor, gradient)
+            if more > 0:
+                terms.append((column, more / MIB))
         return terms
 
-    def _has_one_reader(self, source: Source) -> bool:
-        return sum(len(use.demands) for use in self.uses if use.source is source) == 1
+    def _handed(self, source: Source, place: Place, reader: Use) -> Terms:
+        """Return the padding that a gradient has from the one that its last reader was given, where that hands it on."""
+        last = next(demand.decision for demand in reader.demands if demand.position == place[1])
+        if not any(reader.tensor in op.passes_on for op in last.backwards):
+            return []
+        terms: Terms = []
+        for given, instances in self.reads.items():
+            reads = instances.get(place[0], ()) if given.decision is last else ()
+            if len(reads) == 1 and self.padding[reads[0][1]]:
+                terms.append((self._handed_column(source, reader, reads[0][1]), 1.0))
+        return terms
+
+    def _handed_column(self, source: Source, reader: Use, given: Use) -> int:
+        """Return the column of the padding that `given` has, unless what `reader` hands on is brought to another layout."""
+        key = source, given
+        if key not in self._handed_on:
+            self._handed_on[key] = column = self.model.column()
+            padding = self.padding[given]
+            most = max(size for _, size in padding)
+            changed = [flow for native, want, flow in self.flows[reader] if want[1] != gradient_layout(native)]
+            self.model.row(HANDED_ON, [*padding, *ones(changed, -most), (column, -1.0)], upper=0.0)
+        return self._handed_on[key]
 
 
-def _waits(uses: Iterable[Use]) -> dict[Source, list[tuple[Place, Place]]]:
-    """Return where each instance of what a group makes was made, and where it is read last."""
-    last: dict[Source, dict[int, Place]] = defaultdict(dict)
+def _reads(uses: Iterable[Use]) -> dict[Source, dict[int, list[tuple[Place, Use]]]]:
+    """Return, by the region that made each instance of what a group makes, where it is read, in order, and by which use."""
+    found: dict[Source, dict[int, list[tuple[Place, Use]]]] = defaultdict(lambda: defaultdict(list))
     for use in uses:
-        position = max(demand.position for demand in use.demands)
-        for made, read in use.reaches():
-            own = last[use.source]
-            own[made] = max(own.get(made, (-1, -1)), (read, position))
-    return {source: [((made, _position(source)), end) for made, end in own.items()] for source, own in last.items()}
+        for made, region in use.reaches():
+            found[use.source][made] += [((region, demand.position), use) for demand in use.demands]
+    for instances in found.values():
+        for reads in instances.values():
+            reads.sort(key=lambda read: read[0])
+    return found
 
 
 def _position(source: Source) -> int:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 
 from ...program.blocks import RegionClass
 from ...program.layout import Layout
-from ..problem.problem import Decision, Problem, Source, Stored, Use
+from ..problem.problem import Decision, Problem, Source, Stored, Use, readers_end
 from .milp import MIB, Model, Terms
 from .recompute import Recompute
 from .sharding import Sharding, has_one_want, wants_of
@@ -45,6 +45,8 @@ class Item:
     """The group whose backward uses it last, or between which it is."""
     first: float
     """The group whose backward uses it first."""
+    freed_by: tuple[Decision, int] | None
+    """The group, and the place of its op, whose backward is the last in the region to use it; None of what is freed op by op."""
     kept: int
     held: int
     present: int
@@ -144,7 +146,7 @@ class _Builder:
             ]
             # Of one use with one want, one flow is 1; of several wants, each is a need of its own.
             needs += [served] if has_one_want(use) else [[term] for term in served]
-        positions = (stored.position, stored.first_position)
+        when = (stored.position, stored.first_position, stored.freed_by)
         assert source.decision.group is not None
         made_at = source.decision.group.index
         read_until = max((d.position for use in stored.uses if use.inside for d in use.demands), default=made_at) - 0.5
@@ -154,7 +156,7 @@ class _Builder:
             if (source.decision, option) in self.recompute.rerun
         ]
         reruns, most = (made_at, max(made_at, read_until), again), max(sizes.values())
-        item = self._item(source.decision, range(source.decision.count), positions, kept, needs, instance, reruns, most)
+        item = self._item(source.decision, range(source.decision.count), when, kept, needs, instance, reruns, most)
         if not stored.own_saved and source.decision.count > 1:
             # what only the first instances derive from is theirs: it is still there when the last one's backward is over
             needed = [(column, -size) for terms in needs for column, size in terms]
@@ -169,7 +171,7 @@ class _Builder:
         needs = list(zip(self.sharding.choice[decision], sizes))
         made_at = decision.group.index - 0.25  # while the group itself is rerun, that is there
         return self._item(
-            decision, range(decision.count), (decision.inner_until, decision.group.index), kept, [needs], needs,
+            decision, range(decision.count), (decision.inner_until, decision.group.index, None), kept, [needs], needs,
             (made_at, made_at, []), max(sizes),
         )  # fmt: skip
 
@@ -185,18 +187,20 @@ class _Builder:
                 size = self.problem.costs.copy_bytes(use.source.tensor, native, want[0]) / MIB
                 needs.append((column, size))
         readers = [demand for demand in use.demands if any(demand.saves)]
-        positions = (
-            min((demand.until for demand in readers), default=0), max((demand.position for demand in readers), default=0)
-        )  # fmt: skip
+        when = (
+            min((demand.until for demand in readers), default=0),
+            max((demand.position for demand in readers), default=0),
+            readers_end(readers or use.demands),
+        )
         reruns = (*when_converted(use, self.sharding), self.again[use])
         most = len(wants) * max((size for _, size in needs), default=0.0)
-        return self._item(use, use.members, positions, kept, [needs], needs, reruns, most, padding)
+        return self._item(use, use.members, when, kept, [needs], needs, reruns, most, padding)
 
     def _item(
         self,
         owner: Decision | Use,
         members: Iterable[int],
-        positions: tuple[float, float],
+        when: tuple[float, float, tuple[Decision, int] | None],
         kept: Terms,
         needs: list[Terms],
         instance: Terms,
@@ -220,10 +224,10 @@ class _Builder:
             waiting = self.model.column()
             self.model.row("sums of bytes", [(present, 1.0), *leaving, (waiting, -1.0)], upper=0.0)
             held_waiting = self._at_least(kept_column, waiting)
-        last, first = positions
+        last, first, freed_by = when
         away = [(column, -size) for column, size in leaving]
         return Item(
-            owner.region_class, owner, frozenset(members), last, first, kept_column, held, present, held_waiting, waiting,
+            owner.region_class, owner, frozenset(members), last, first, freed_by, kept_column, held, present, held_waiting, waiting,
             most, *reruns, away,
         )  # fmt: skip
 

@@ -450,7 +450,7 @@ class _Measuring:
     def _work_bytes(self, regions: Sequence[Region]) -> float:
         classes = {region.region_class for region in regions}
         own = [decision for decision in self.problem.groups if decision.region_class in classes]
-        held = [max(d.transient_bytes[self.options[d]], d.workspace_bytes[self.options[d]]) for d in own]
+        held = [max(d.transient_bytes(self.options[d]), d.workspace_bytes[self.options[d]]) for d in own]
         return float(max(held, default=0))
 
 

@@ -16,6 +16,7 @@ from ...program.sampling import SampledSplit, can_sample
 from ...program.transition import gradient_layout, transition
 from ...rank.late_loss import comes_late
 from ..costs.costs import LEAST_SHARE, CostModel, OptimizerCost
+from .group_backward import backward_of
 from .problem import Decision, Demand, Problem, SavedConstant, Source, Stored, Use, Want
 from .strategies import batch_factor, group_options, param_options
 
@@ -79,16 +80,11 @@ class _Builder:
             inner = [self.costs.inner_s(group, op, split) for op in group.ops]
             decision.forward_s.append(sum(forward for forward, _ in times))
             decision.backward_s.append(sum(backward for _, backward in times))
-            result_s = self._result_s(region_class, group, split)
+            result_s = self._add_results(decision, split)
             decision.inner_comm_s.append((sum(a for a, _ in inner) + result_s, sum(b for _, b in inner)))
-            decision.transient_bytes.append(self._transient_bytes(group, group.ops, split))
-            decision.late_bytes.append(self._transient_bytes(group, _behind_gradients(group), split))
-            # what is there when the backward is done is among what it holds at its peak
-            made = self._made_bytes(group, split)
-            decision.hands_on |= group.num_kernels == 1 and made > decision.transient_bytes[-1]
-            decision.made_bytes.append(min(made, decision.transient_bytes[-1]))
             self._add_forward_bytes(decision, split)
             self._add_given_bytes(decision, split)
+        decision.backwards = backward_of(group, options, self.costs)
         self._add_inner_bytes(decision)
         return decision
 
@@ -101,47 +97,31 @@ class _Builder:
         sampled = [SampledSplit(split, share) for split in options]
         return [split for split in sampled if 0 not in self.costs.saved_inputs(group, op, split)]
 
-    def _result_s(self, region_class: RegionClass, group: Group, split: tuple[int, ...]) -> float:
-        """Return the seconds in which the loss and other outputs of the model are summed over ranks for the caller."""
-        total = 0.0
+    def _add_results(self, decision: Decision, split: tuple[int, ...]) -> float:
+        """Add the bytes of the sums that the caller is given of outputs that are partial; return the seconds of an instance.
+
+        The loss is summed too, unless that is left to the next step.
+        """
+        group, region_class = decision.group, decision.region_class
+        assert group is not None
+        assert region_class is not None
+        seconds, held, most = 0.0, 0, 0
         for op in group.ops:
             for place, tensor in enumerate(op.outputs):
                 native = group.output_layout(op, place, split)
                 twins = [member.ops[op.position].outputs[place] for member in region_class.members]
-                if any(twin is self.program.loss for twin in twins):
-                    whole = (REPLICATE,) * len(split)
-                    if not comes_late(self.program, transition(native, whole)):
-                        total += self.costs.move_s(tensor, native, whole)
-                elif any(self._is_output(twin) for twin in twins):
-                    total += self.costs.move_s(tensor, native, gradient_layout(native))
-        return total / region_class.multiplicity
-
-    def _transient_bytes(self, group: Group, ops: Sequence[Op], split: tuple[int, ...]) -> int:
-        """Return the bytes of an op's incoming gradients and of what its backward holds, for the op with the most."""
-        most = 0
-        for op in ops:
-            if op.requires_grad:
-                given = sum(
-                    self.costs.block_bytes(t, group.output_layout(op, k, split)) for k, t in enumerate(op.outputs)
-                )
-                most = max(most, given + self.costs.backward_bytes(group, op, split))
-        return most
-
-    def _made_bytes(self, group: Group, split: tuple[int, ...]) -> int:
-        """Return the bytes of the gradients of all operands, and of the most that one op hands to another of the group."""
-        operands: dict[Tensor, int] = {}
-        handed = 0
-        for op in group.ops:
-            inner = 0
-            for place, tensor in enumerate(op.inputs):
-                if tensor.requires_grad:
-                    size = self.costs.gradient_bytes(group, op, place, split)
-                    if tensor.producer in group.ops:
-                        inner += size
-                    else:
-                        operands[tensor] = max(size, operands.get(tensor, 0))
-            handed = max(handed, inner)
-        return handed + sum(operands.values())
+                is_loss = any(twin is self.program.loss for twin in twins)
+                due = (REPLICATE,) * len(split) if is_loss else gradient_layout(native)
+                num = max(is_loss, sum(map(self._is_output, twins)))
+                if not num or due == native:
+                    continue
+                held += num * self.costs.copy_bytes(tensor, native, due)
+                most = max(most, self.costs.change_bytes(tensor, native, due))
+                if not is_loss or not comes_late(self.program, transition(native, due)):
+                    seconds += self.costs.move_s(tensor, native, due)
+        decision.result_bytes.append(held)
+        decision.summing_bytes.append(most)
+        return seconds / region_class.multiplicity
 
     def _add_forward_bytes(self, decision: Decision, split: tuple[int, ...]) -> None:
         """Add the bytes that the group's ops hold temporarily in the forward, and in a rerun for the backward."""
@@ -224,15 +204,24 @@ class _Builder:
         inner = [root for root in saved if root not in read_outside and not self._is_output(root)]
         decision.inner_tensors = inner
         decision.inner_until = self._inner_until(decision, set(inner))
-        for split in decision.options:
-            total = 0
-            for tensor in inner:
-                op = tensor.producer
-                assert op is not None
-                total += self.costs.block_bytes(tensor, group.output_layout(op, op.outputs.index(tensor), split))
-            for op in group.ops:
-                total += self.costs.internal_bytes(group, op, split)
-            decision.inner_bytes.append(total)
+        for place, op in enumerate(group.ops):
+            # the first op that saves a tensor is the last whose backward needs it
+            first = [root for root in inner if root in self._saved_by_op(group, op)]
+            inner = [root for root in inner if root not in first]
+            internals = [self.costs.internal_bytes(group, op, split) for split in decision.options]
+            tensors = [sum(self._output_bytes(group, root, split) for root in first) for split in decision.options]
+            decision.inner_freed[place] = [sum(sizes) for sizes in zip(internals, tensors)]
+        decision.inner_bytes = [sum(sizes) for sizes in zip(*decision.inner_freed.values())]
+
+    def _saved_by_op(self, group: Group, op: Op) -> set[Tensor]:
+        """Return the roots of the memory that is made in the group and that the backward of one of its ops needs."""
+        inside = set(group.ops)
+        return {_root(group, t, self.costs) for t in _saved_by([op], self.costs) if t.producer in inside}
+
+    def _output_bytes(self, group: Group, tensor: Tensor, split: tuple[int, ...]) -> int:
+        op = tensor.producer
+        assert op is not None
+        return self.costs.block_bytes(tensor, group.output_layout(op, op.outputs.index(tensor), split))
 
     def _is_output(self, tensor: Tensor) -> bool:
         return any(found is tensor for found in self.program.kept_outputs)
@@ -306,7 +295,8 @@ class _Builder:
                     saved = [want for want, op, place in found if place in self.costs.saved_inputs(group, op, split)]
                     saves.append(frozenset(saved))
                 until = min(group.moment(op, region_class.groups) for op, _ in readers)
-                table.setdefault(tensor, []).append(Demand(decision, group.index, until, wants, saves))
+                place = min(group.ops.index(op) for op, _ in readers)
+                table.setdefault(tensor, []).append(Demand(decision, group.index, until, place, wants, saves))
         return table
 
     def _want(self, group: Group, op, place: int, split: tuple[int, ...]) -> Want:
@@ -337,9 +327,11 @@ class _Builder:
             group = decision.group
             assert group is not None
             saved = _saved_inside(group, self.costs)
+            by_op = [self._saved_by_op(group, op) for op in group.ops]
             for tensor in group.outputs():
                 root = _root(group, tensor, self.costs)
                 stored = found.setdefault(root, Stored(self.sources[root], root in saved, False))
+                stored.own_place = min((k for k, own in enumerate(by_op) if root in own), default=0)
                 stored.held |= self._any_output(decision, root) or self._any_output(decision, tensor)
         for use in self.uses:
             group = use.source.decision.group
@@ -391,12 +383,6 @@ class _Builder:
         assert decision.region_class is not None
         place = op.outputs.index(tensor)
         return any(id(member.ops[op.position].outputs[place]) in outputs for member in decision.region_class.members)
-
-
-def _behind_gradients(group: Group) -> Sequence[Op]:
-    """Return the ops whose backward runs after the first that makes a parameter's gradient."""
-    makers = [k for k, op in enumerate(group.ops) if any(t.role == "param" and t.requires_grad for t in op.inputs)]
-    return group.ops[: makers[-1]] if makers else ()
 
 
 def _is_free(tensor: Tensor) -> bool:

@@ -11,7 +11,8 @@ Everything stands once per class of regions, whatever the number of layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -20,10 +21,27 @@ from ...program.factors import Factor
 from ...program.groups import Group
 from ...program.layout import Layout
 from ...program.program import Program, Tensor
+from ...program.transition import gradient_layout
 from ..costs.costs import CostModel, OptimizerCost
 
 Want = tuple[Layout, Layout]
 """The layout in which a reader wants a tensor, and the layout in which it returns the gradient."""
+
+
+@dataclass(frozen=True)
+class OpBackward:
+    """The backward of one op of a group; bytes have one entry for each option."""
+
+    place: int
+    """The op's place among those of the group."""
+    running_bytes: tuple[int, ...]
+    """The most that is there while it runs: gradients, and scratch memory."""
+    made_bytes: tuple[int, ...]
+    """The gradients that are there when it is done, before any of them changes its layout."""
+    shares: frozenset[Tensor]
+    """The operands whose gradients lie in memory that another gradient is in too."""
+    passes_on: frozenset[Tensor]
+    """The operands whose gradients lie in memory that another group made."""
 
 
 @dataclass(eq=False)
@@ -52,14 +70,10 @@ class Decision:
     """The activations that `inner_bytes` counts."""
     inner_until: float = 0.0
     """Until when, among the groups, backwards need them: that of the first op that saves any may come after other groups'."""
-    transient_bytes: list[int] = field(default_factory=list)
-    """The peak bytes that one op's backward holds temporarily, incoming gradients included."""
-    made_bytes: list[int] = field(default_factory=list)
-    """The bytes of the gradients that the group's backward makes, before any of them changes its layout."""
-    hands_on: bool = False
-    """True if it is one op whose backward begins with the gradient of several of its operands, as that of a sum does."""
-    late_bytes: list[int] = field(default_factory=list)
-    """The same as `transient_bytes`, of the ops whose backward runs after the first that makes a parameter's gradient."""
+    inner_freed: dict[int, list[int]] = field(default_factory=dict)
+    """The part of `inner_bytes` that the backward of an op is the last to need, by the op's place in the group."""
+    backwards: list[OpBackward] = field(default_factory=list)
+    """The backward of each of the group's ops, in the order in which they run."""
     workspace_bytes: list[int] = field(default_factory=list)
     """The peak bytes that the forward of one of its ops holds temporarily, beside its outputs and what it saves."""
     rerun_bytes: list[int] = field(default_factory=list)
@@ -68,12 +82,20 @@ class Decision:
     """The same in a rerun, with all that the op makes there, and what the group's ops hand on that no backward needs."""
     given_bytes: list[int] = field(default_factory=list)
     """The bytes of the gradients of the tensors that other groups read."""
+    result_bytes: list[int] = field(default_factory=list)
+    """The bytes of the sums that the caller is given of outputs which all instances leave partial."""
+    summing_bytes: list[int] = field(default_factory=list)
+    """The most that making one of these sums holds, the sum included."""
     rest_bytes: list[int] = field(default_factory=list)
     """The bytes of a parameter at rest; its gradient takes as many."""
     state_bytes: list[int] = field(default_factory=list)
     leaving_state_bytes: list[int] = field(default_factory=list)
     """The bytes of optimizer states that may be offloaded; 0 where they have to stay."""
     step_bytes: list[int] = field(default_factory=list)
+
+    def transient_bytes(self, option: int) -> int:
+        """Return the most that the backward of one of the group's ops holds for a moment, incoming gradients included."""
+        return max((backward.running_bytes[option] for backward in self.backwards), default=0)
 
     def resting_bytes(self, option: int) -> int:
         """Return the bytes at rest of all instances of a parameter, with their optimizer states."""
@@ -105,6 +127,8 @@ class Demand:
     position: int
     until: float
     """Until when, among the groups, backwards need it: that of the first op of the group that reads it may come later."""
+    place: int
+    """The place in the group of the first op that reads it; its backward is the last of the group's to need it."""
     wants: list[frozenset[Want]]
     saves: list[frozenset[Want]]
 
@@ -151,6 +175,8 @@ class Stored:
     """True if the group's own backward needs it, under every option."""
     held: bool
     """True if the caller holds it until the step is over."""
+    own_place: int = 0
+    """The place in its group of the op whose backward is the last of the group's to need it."""
     uses: list[Use] = field(default_factory=list)
 
     @property
@@ -160,11 +186,25 @@ class Stored:
 
     @property
     def position(self) -> float:
-        """Return until when, among the groups of the region, backwards need it as it was made."""
+        """Return until when, among the groups of the region, backwards need it as it was made; ∞ if none in the region reads it."""
         assert self.source.decision.group is not None
         own = self.source.decision.group.index
-        readers = [d.until for use in self.uses if use.inside for d in use.demands if any(d.saves)]
-        return own if self.own_saved or self.held else min(readers, default=own)
+        inside = [demand for use in self.uses if use.inside for demand in use.demands]
+        if self.own_saved or not self.uses:
+            return own
+        return min((d.until for d in inside if any(d.saves)), default=own if inside else math.inf)
+
+    def is_result(self, native: Layout) -> bool:
+        """Tell whether the caller holds it as it was made: of an output that ranks leave partial they hold the sum instead."""
+        return self.held and gradient_layout(native) == native
+
+    @property
+    def freed_by(self) -> tuple[Decision, int]:
+        """Return the group, and the place of the op in it, whose backward is the last in the region to need it as it was made."""
+        readers = [d for use in self.uses if use.inside for d in use.demands if any(d.saves)]
+        if self.own_saved or not readers:
+            return self.source.decision, self.own_place
+        return readers_end(readers)
 
     @property
     def first_position(self) -> float:
@@ -173,6 +213,12 @@ class Stored:
         own = [self.source.decision.group.index] if self.own_saved else []
         readers = [d.position for use in self.uses if use.inside for d in use.demands if any(d.saves)]
         return max([*own, *readers], default=self.position)
+
+
+def readers_end(readers: Sequence[Demand]) -> tuple[Decision, int]:
+    """Return the group, and the place of the op in it, whose backward is the last of the readers' to need a tensor."""
+    last = min(readers, key=lambda demand: (demand.until, demand.position, demand.place))
+    return last.decision, last.place
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,110 @@
+"""What the backward of a group holds for a moment, op by op.
+
+    running    Σ x · (gradients that are there, and the op's scratch memory), the padding of those that were gathered
+    changing   Σ x · gradients, and the most that bringing those which the op completed to the layout they are due in holds
+
+Beside either stand what earlier ops' gradients hold more, or less, since they were brought back, and the buffer for gradients of
+parameters, if the group is the first to make one. What the backward of an op was the last to need is gone when that is done.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+
+from ...program.blocks import RegionClass
+from ...program.program import Tensor
+from ..problem.problem import Decision
+from .forward_memory import Changes
+from .milp import Model, Terms
+from .sharding import Sharding
+from .waiting_gradients import WaitingGradients
+from .working_set import Item
+
+MOMENTARY = "what a group's backward holds for a moment"
+
+
+class Moments:
+    """The terms of the moments of groups' backwards."""
+
+    def __init__(
+        self,
+        model: Model,
+        sharding: Sharding,
+        changes: Changes,
+        waiting: WaitingGradients,
+        items: Mapping[RegionClass, list[Item]],
+    ) -> None:
+        self.model, self.sharding, self.changes, self.waiting, self.items = model, sharding, changes, waiting, items
+
+    def group(self, decision: Decision) -> list[Terms]:
+        """Return what a group's backward holds: while each op's kernels run, and while gradients change their layout.
+
+        In buckets the gradients of parameters go into a buffer, which is there from the op on that makes the first of them.
+        """
+        assert decision.region_class is not None
+        assert decision.group is not None
+        opened = self.changes.buckets.opened(decision.region_class, decision.group.index)
+        opens_at = max(
+            (place for place, op in enumerate(decision.group.ops) if any(map(_is_trained, op.inputs))), default=-1
+        )
+        given = self.waiting.of_outputs(decision)
+        moments = []
+        for op in decision.backwards:
+            brought = self.changes.brought(decision, op.place)
+            running = [*self.sharding.chosen_mib(decision, op.running_bytes), *given, *brought]
+            buffer = opened if op.place < opens_at else []
+            moments.append([*running, *buffer, *self._released(decision, op.place + 1)])
+            changing = self.changes.backward(decision, op.place)
+            buffer = opened if op.place <= opens_at else []
+            if changing or buffer:
+                made = [*self.sharding.chosen_mib(decision, op.made_bytes), *brought, *changing]
+                moments.append([*made, *buffer, *self._released(decision, op.place)])
+        return self._without_smaller(decision, moments)
+
+    def _released(self, decision: Decision, place: int) -> Terms:
+        """Return the (negative) terms of what a group saved and has released once its ops from `place` on have run backward."""
+        assert decision.region_class is not None
+        ends = {0, decision.region_class.multiplicity - 1}
+        terms = [
+            (item.present, -1.0)
+            for item in self.items[decision.region_class]
+            if item.freed_by is not None and ends <= item.members
+            if item.freed_by[0] is decision and item.freed_by[1] >= place
+        ]
+        freed = [sizes for at, sizes in decision.inner_freed.items() if at >= place]
+        inner = self.sharding.chosen_mib(decision, [sum(sizes) for sizes in zip(*freed)])
+        return [*terms, *((column, -size) for column, size in inner)]
+
+    def _without_smaller(self, decision: Decision, moments: list[Terms]) -> list[Terms]:
+        """Return moments of a group without those that hold no more than another one whatever is chosen.
+
+        Moments that differ in the sizes of the group's options alone are one, with the largest of each.
+        """
+        choice = self.sharding.choice[decision]
+        merged: dict[tuple[tuple[int, float], ...], dict[int, float]] = {}
+        for terms in moments:
+            sums: dict[int, float] = defaultdict(float)
+            for column, size in terms:
+                sums[column] += size
+            others = tuple(sorted((column, size) for column, size in sums.items() if column not in choice))
+            found = merged.setdefault(others, dict.fromkeys(choice, -math.inf))
+            found.update({column: max(found[column], sums.get(column, 0.0)) for column in choice})
+        distinct = [dict(others) | own for others, own in merged.items()]
+        kept = [
+            terms
+            for at, terms in enumerate(distinct)
+            if not any(_holds_less(terms, other, tie=at > k) for k, other in enumerate(distinct) if k != at)
+        ]
+        return [[(column, size) for column, size in terms.items() if size] for terms in kept]
+
+
+def _is_trained(tensor: Tensor) -> bool:
+    return tensor.role == "param" and tensor.requires_grad
+
+
+def _holds_less(terms: Mapping[int, float], other: Mapping[int, float], *, tie: bool) -> bool:
+    """Tell whether no column, all of which are at least 0, makes `terms` more than `other`; tie: if they are the same too."""
+    more = [terms.get(column, 0.0) - other.get(column, 0.0) for column in {**terms, **other}]
+    return max(more, default=0.0) <= 0 and (tie or min(more, default=0.0) < 0)
