@@ -117,6 +117,19 @@ class Deadline:
         found._until_s, found._afresh_until = self.work_s + self.limited(seconds), self._afresh_until
         return found
 
+    def beyond(self, seconds: float) -> Deadline:
+        """Return the deadline of what may take so many seconds of the work that the question has left, if this part has less.
+
+        >>> deadline = Deadline(10)
+        >>> half = deadline.part(5)
+        >>> deadline.count(4.0)
+        >>> half.part(3).left_s, half.beyond(3).left_s, half.beyond(9).left_s
+        (1.0, 3.0, 6.0)
+        """
+        found = self.part(0.0)
+        found._until_s = max(found._until_s, min(self.work_s + seconds, self.seconds))
+        return found
+
     def afresh(self, seconds: float) -> Deadline:
         """Return a deadline for a solve whose end must not hang on the solves before: with time of its own.
 

@@ -7,7 +7,6 @@ seconds (`sharding.is_large`). A model of few columns is solved whole.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from ..model.milp import Patience
@@ -100,8 +99,6 @@ class Effort:
     without them most columns cost nothing, and the relaxation has many optimal vertices."""
     bisects_known: bool = False
     """True where refits of a known sharding go back up between two row budgets; those of a proposed one do in a small model."""
-    simulates_below: float = math.inf
-    """The plan that keeps everything is simulated before the search if its peak by the rows is below this many times the budget."""
     tries_below: float = 1.1
     """That plan may fit if its peak by the rows is below this many times the budget; a recipe, if the least found is."""
     hopeless: float = 1.5
@@ -149,8 +146,6 @@ class Effort:
         fields: dict[str, object] = {}
         if problem.is_quick:
             fields |= dict.fromkeys(("bisects_known", "is_wide"), True)
-        if problem.is_long:
-            fields |= {"simulates_below": cls.tries_below}
         if is_large(problem):
             fields |= {"patience_within": _PATIENCE_OF_LARGE, "solve_share": 1 / 2}
         return cls(**fields)  # type: ignore[arg-type]

@@ -305,19 +305,19 @@ class Fitting:
     def _fit(self, options: Options, own: Search, bound: float, bisects: bool) -> None:
         """Choose what is kept with one sharding, under a budget of the rows of its own.
 
-        bisects: whether it goes back up where that fell too far below one whose answer did not fit.
+        bisects: whether it goes back up where that fell too far below one whose answer did not fit; without an answer it does.
         """
         self._held.add(tuple(options.values()))
         held = self.settings.held_to(options)
         deadline = self._deadline.later(
-            self.settings.deadline.part(self.effort.known_share * self.settings.time_limit_s)
+            self.settings.deadline.beyond(self.effort.known_share * self.settings.time_limit_s)
         )
         for _ in range(self.effort.refits):
             if own.is_full or own.is_narrow or own.is_flat or self._is_over(deadline):
                 break
             found = self._solve_held(held, own.aim, deadline)
             if found.values is None or found.objective >= self._to_beat:
-                if not own.note_nothing() or not bisects:
+                if not own.note_nothing() or not (bisects or self.search.best is None):
                     break
                 continue
             refitted = self._answer_of(found, bound)

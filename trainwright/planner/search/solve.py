@@ -37,6 +37,9 @@ from .stages import Options, Starts, held_at, relaxed_bound, solve_in_stages
 
 Allowed = Mapping[Decision, frozenset[int]]
 
+HELD_TO = 16
+"""The bytes by which a row budget that is just met is widened: the solver holds rows, in MiB, to 1e-6."""
+
 
 class Solver:
     """Solves one problem under different budgets and restrictions; builds each model once."""
@@ -126,16 +129,15 @@ class Solver:
         if budget is None or not settings.restriction.recompute:
             return self._all_kept(self.answer(fastest, floor_s, choice, self.travel), settings)
         rows_peak = self._rows_peak(choice)
-        if rows_peak > self.effort.simulates_below * budget:
-            aim = max(budget, settings.row_budget)
-            return self.within(settings, budget, aim, lambda: self._first_aim(rows_peak, kept(), budget))
-        if rows_peak <= self.effort.tries_below * budget:
+        may_fit = rows_peak <= self.effort.tries_below * budget
+        if may_fit:
             answer = kept() if self.travel == self.travel_within else self.answer(fastest, floor_s, choice, self.travel)
             if answer.simulation.peak_bytes <= budget:
                 return answer
-        found = self.within(settings, budget, max(self._first_aim(rows_peak, kept(), budget), settings.row_budget))
-        fits = kept().simulation.peak_bytes <= budget
-        if fits and isinstance(found, Infeasible) and found.outcome is not Outcome.SLOWER:
+        aim = max(budget, settings.row_budget)
+        found = self.within(settings, budget, aim, lambda: self._wider_aim(rows_peak, kept(), budget))
+        is_lost = isinstance(found, Infeasible) and found.outcome is not Outcome.SLOWER
+        if may_fit and is_lost and kept().simulation.peak_bytes <= budget:
             return replace(kept(), row_budget=float(budget))
         return found
 
@@ -249,8 +251,8 @@ class Solver:
         kept = self.simulate(replace(decisions_from(self.problem, choice), overlap=self.travel_within))
         return budget + max(0.0, self._rows_peak(choice) - kept.peak_bytes)
 
-    def _first_aim(self, rows_peak: float, kept: Answer, budget: float) -> float:
-        """Return the rows' budget to begin with: too large by the share that they count too much of what keeps everything."""
+    def _wider_aim(self, rows_peak: float, kept: Answer, budget: float) -> float:
+        """Return a rows' budget that is too large by the share that they count too much of what keeps everything."""
         too_much = max(0.0, rows_peak - kept.simulation.peak_bytes)
         return budget + too_much * min(1.0, budget / kept.simulation.peak_bytes)
 
@@ -354,7 +356,7 @@ class Solver:
         binding = _tight_rows(model, memory, solution.values)
         choice = read_choice(solution.values, sharding, recompute)
         # The same sharding, with no more recomputation than that budget asks for.
-        fastest = self._with_sharding(choice.options, rows_peak * 1.0001 + 1024, settings)
+        fastest = self._with_sharding(choice.options, rows_peak * 1.0001 + HELD_TO, settings)
         answer = None if fastest.values is None else self._of_one_sharding(fastest, settings)
         slower = None
         if answer is None or (budget is not None and answer.simulation.peak_bytes > budget):
