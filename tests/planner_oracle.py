@@ -17,7 +17,7 @@ from trainwright.planner.model.offload import IN_FLIGHT, OFFLOAD_EPSILON_S
 from trainwright.planner.model.offload_states import STATE_EPSILON_S, STATES_IN_WINDOW
 from trainwright.planner.model.recompute import RERUN_EPSILON_S
 from trainwright.planner.model.sharding import has_one_want
-from trainwright.planner.problem.problem import Decision, Problem, Source, Stored, Use, Want
+from trainwright.planner.problem.problem import Decision, Problem, Source, Stored, Use, Want, readers_end
 from trainwright.program.layout import Layout
 from trainwright.program.transition import gradient_layout
 
@@ -440,6 +440,7 @@ class Oracle:
     def _native_of(self, stored: Stored) -> Layout:
         return stored.source.natives[self.options[stored.source.decision]]
 
+    @_of_the_sharding
     def _size(self, stored: Stored) -> int:
         source = stored.source
         return self.problem.costs.block_bytes(source.tensor, source.natives[self.options[source.decision]])
@@ -454,7 +455,7 @@ class Oracle:
             needed, passed_on = self._present_bytes(stored), self._is_passed_on(stored)
             if (
                 decision.count == 1
-            ):  # what is only derived from is released too; of several instances others may still need theirs
+            ):  # what is only derived from is released too; of several, others may still need theirs
                 needed = max(needed, *made.values())
             first = self._first_reader(stored)
             members = range(decision.count)
@@ -487,9 +488,7 @@ class Oracle:
         again = sum(size * fate.converts.get((use, want), 0) / use.count for want, (size, _) in converted.items())
         positions = [demand.position for demand in use.demands]
         when = min(positions) - 0.75, max(positions) - 0.5
-        saving = [d for d in use.demands if any(d.saves)] or use.demands
-        last = min(saving, key=lambda d: (d.until, d.position, d.place))
-        end = last.decision, last.place
+        end = readers_end([d for d in use.demands if any(d.saves)] or use.demands)
         return Piece(use, use.members, made, min(readers), needed, False, max(readers), away, *when, again, end)
 
     @_of_the_sharding

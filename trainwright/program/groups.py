@@ -68,11 +68,6 @@ class Group:
         return self.head.key
 
     @property
-    def num_kernels(self) -> int:
-        """Return the number of its ops that are more than views."""
-        return sum(op.kind != "view" for op in self.ops)
-
-    @property
     def is_heavy(self) -> bool:
         return self.head.kind == "heavy"
 

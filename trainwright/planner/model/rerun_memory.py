@@ -32,7 +32,7 @@ from .joined import travel_of
 from .milp import MIB, Model, Terms
 from .recompute import Recompute
 from .sharding import Sharding, has_one_want, ones, wants_of
-from .working_set import Item, copies_made_again, when_converted
+from .working_set import Item, copies_made_again, gathered_first, when_converted
 
 PADDED = "what a gather leaves beside a copy that is made again"
 FIRST = "what the first of several instances reruns"
@@ -81,22 +81,21 @@ class RerunMemory:
 
     def _joins_others(self, use: Use, native: Layout, want: Want) -> bool:
         """Tell whether one collective gathers it with others, and no other step follows (`_gathered`)."""
-        if not (use.source.is_param and self.sharding.joined.in_buckets):
+        if not gathered_first(use, self.sharding):
             return False
         travel = travel_of(self.problem, use, native, want)
         return travel.gather_key is not None and len(travel.there) == 1
 
     def _issued_bytes(self, use: Use, native: Layout, want: Want) -> int:
         """Return the bytes of the first of several steps of a gather that is issued early: it stays until the last one is done."""
-        if not (use.source.is_param and self.sharding.joined.in_buckets):
+        if not gathered_first(use, self.sharding):
             return 0
         steps = travel_of(self.problem, use, native, want).there
         return self.problem.costs.copy_bytes(use.source.tensor, native, steps[0].after) if len(steps) > 1 else 0
 
     def _when(self, use: Use) -> float:
-        """Return at which moment reruns convert a tensor: in buckets parameters are gathered first of all."""
-        first = use.source.is_param and self.sharding.joined.in_buckets
-        return -math.inf if first else _first_reader(use) - 0.5
+        """Return at which moment reruns convert a tensor."""
+        return -math.inf if gathered_first(use, self.sharding) else _first_reader(use) - 0.5
 
     def of_first(self, decisions: Sequence[Decision], items: Sequence[Item]) -> list[Terms]:
         """Return what each rerun of the first of several instances holds, beyond what is there once all were run again.

@@ -80,12 +80,17 @@ class Item:
         return counted if moment <= self.made_at or is_result else [*counted, *self.again]
 
 
+def gathered_first(use: Use, sharding: Sharding) -> bool:
+    """Tell whether reruns gather a tensor before the first of them: in buckets parameters are."""
+    return use.source.is_param and sharding.joined.in_buckets
+
+
 def when_converted(use: Use, sharding: Sharding) -> tuple[float, float]:
     """Return at which moment reruns convert a tensor for a use, and the last that reads the copy.
 
     In buckets, parameters are gathered before the first rerun.
     """
-    if use.source.is_param and sharding.joined.in_buckets:
+    if gathered_first(use, sharding):
         return -math.inf, -math.inf
     positions = [demand.position for demand in use.demands]
     # before i − ½, so that it counts while another tensor is converted for the same group

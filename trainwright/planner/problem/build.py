@@ -199,24 +199,20 @@ class _Builder:
     def _add_inner_bytes(self, decision: Decision) -> None:
         group = decision.group
         assert group is not None
-        saved = _saved_inside(group, self.costs)
+        saved = _saved_inside(group, group.ops, self.costs)
         read_outside = {_root(group, tensor, self.costs) for tensor in group.outputs()}
         inner = [root for root in saved if root not in read_outside and not self._is_output(root)]
         decision.inner_tensors = inner
         decision.inner_until = self._inner_until(decision, set(inner))
         for place, op in enumerate(group.ops):
             # the first op that saves a tensor is the last whose backward needs it
-            first = [root for root in inner if root in self._saved_by_op(group, op)]
+            own = _saved_inside(group, [op], self.costs)
+            first = [root for root in inner if root in own]
             inner = [root for root in inner if root not in first]
             internals = [self.costs.internal_bytes(group, op, split) for split in decision.options]
             tensors = [sum(self._output_bytes(group, root, split) for root in first) for split in decision.options]
             decision.inner_freed[place] = [sum(sizes) for sizes in zip(internals, tensors)]
         decision.inner_bytes = [sum(sizes) for sizes in zip(*decision.inner_freed.values())]
-
-    def _saved_by_op(self, group: Group, op: Op) -> set[Tensor]:
-        """Return the roots of the memory that is made in the group and that the backward of one of its ops needs."""
-        inside = set(group.ops)
-        return {_root(group, t, self.costs) for t in _saved_by([op], self.costs) if t.producer in inside}
 
     def _output_bytes(self, group: Group, tensor: Tensor, split: tuple[int, ...]) -> int:
         op = tensor.producer
@@ -326,8 +322,8 @@ class _Builder:
         for decision in groups:
             group = decision.group
             assert group is not None
-            saved = _saved_inside(group, self.costs)
-            by_op = [self._saved_by_op(group, op) for op in group.ops]
+            saved = _saved_inside(group, group.ops, self.costs)
+            by_op = [_saved_inside(group, [op], self.costs) for op in group.ops]
             for tensor in group.outputs():
                 root = _root(group, tensor, self.costs)
                 stored = found.setdefault(root, Stored(self.sources[root], root in saved, False))
@@ -414,10 +410,10 @@ def _root(group: Group, tensor: Tensor, costs: CostModel) -> Tensor:
     return tensor
 
 
-def _saved_inside(group: Group, costs: CostModel) -> set[Tensor]:
-    """Return the roots of the memory that is made in the group and that the backward of its own ops needs."""
+def _saved_inside(group: Group, ops: Iterable[Op], costs: CostModel) -> set[Tensor]:
+    """Return the roots of the memory that is made in the group and that the backward of `ops` of it needs."""
     inside = set(group.ops)
-    return {_root(group, tensor, costs) for tensor in _saved_by(group.ops, costs) if tensor.producer in inside}
+    return {_root(group, tensor, costs) for tensor in _saved_by(ops, costs) if tensor.producer in inside}
 
 
 def _saved_by(ops: Iterable[Op], costs: CostModel) -> Iterator[Tensor]:
