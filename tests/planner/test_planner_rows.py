@@ -181,7 +181,7 @@ def test_of_a_plan_that_keeps_everything_the_rows_count_what_the_simulation_hold
             ("bert-tiny", "cpu:4"),
             ("llama-tiny", "2x2xh100"),
             ("gpt2-tiny", "2x2xh100"),  # some of them leave the logits partial
-        ],  # fmt: skip
+        ],
     ),
 )
 def test_of_shardings_drawn_at_random_the_rows_count_hardly_too_little(name: str, hardware: str) -> None:
