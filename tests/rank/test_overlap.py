@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from dataclasses import replace
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import trainwright as tw
 from tests.builders import decisions, logged, program
 from tests.grids import slow_but
+from tests.plans import random_decisions
 from tests.pool import Pool
 from trainwright.launch import run_processes
 from trainwright.program.decisions import OVERLAPS, Overlap
-from trainwright.rank.buckets import Bucket
+from trainwright.program.layout import REPLICATE, Slot, local_shape
+from trainwright.program.transition import transition
+from trainwright.rank.buckets import Bucket, _JoinedGather
 from trainwright.rank.instructions import Close, Open
 from trainwright.rank.local import LocalProgram, build_local
-from trainwright.rank.reruns import Rerun, gathering_before
-from trainwright.rank.reshard import SimulatedCommunicator
+from trainwright.rank.reruns import Rerun, gathering_before, reruns_of
+from trainwright.rank.reshard import Route, SimulatedCommunicator
 
 
 def products_in_flight(events: list[str]) -> list[int]:
@@ -139,3 +146,44 @@ def test_a_compiled_module_computes_the_same(pool2: Pool, overlap: str) -> None:
 def test_one_graph_for_all_is_refused_with_a_reason(pool2: Pool) -> None:
     for message in pool2.run("tests.overlap_cases:compiled_whole"):
         assert "trainwright communicates between the pieces" in message
+
+
+class Calls(TorchDispatchMode):
+    """Counts the calls of each op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("shape", "split"), [((6, 4), 1), ((6, 4), 0), ((2,), 0), ((5, 3), 1)])
+def test_what_shared_a_gather_is_copied_out_once(shape: tuple[int, ...], split: int) -> None:
+    """Into memory of its own, so that what was gathered can go."""
+    slots = tuple(Slot(dim, size) for dim, size in enumerate(shape))
+    routes = [Route(transition((split,), (REPLICATE,)), shape, slots, SimulatedCommunicator((2,))) for _ in range(2)]
+    part = torch.ones(local_shape(shape, slots, (split,), (2,), (0,)))
+    first = _JoinedGather(routes, [part, part]).of(0)
+    with Calls() as calls:
+        taken = first.wait()
+    assert taken.shape == shape
+    assert taken.untyped_storage().nbytes() == 4 * math.prod(shape)
+    assert calls.num["aten::clone"] + calls.num["aten::cat"] == 1
+
+
+def test_where_a_region_runs_again_what_is_on_its_way_to_others_has_no_gradient() -> None:
+    """All sums share a bucket, which opens in the first region: zeros for its tokens would be as large as all parameters."""
+    whole, again = decisions("ddp"), random_decisions(program(), (2,), 0, 1.0).recomputed
+    embedding = next(tensor for tensor in whole.params if tensor.key == "model.embed_tokens.weight")
+    # it is scattered, so the first sum is one of a block, and the bucket of all sums opens there
+    chosen = replace(whole, params=whole.params | {embedding: (0,)}, recomputed=again)
+    num_zeros = {}
+    for overlap in OVERLAPS:
+        with Calls() as calls:
+            _, local = logged(chosen, overlap)
+        num_zeros[overlap] = calls.num["aten::zeros"]
+    assert any(rerun.instructions for rerun in reruns_of(local).values())
+    assert len({*num_zeros.values()}) == 1, num_zeros

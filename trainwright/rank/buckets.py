@@ -176,7 +176,7 @@ class _JoinedGather:
             self.gathered, self.pending = self.pending.wait(), None
         assert self.gathered is not None
         start, shape = sum(self.lengths[:place]), self.shapes[place]
-        parts = self.gathered.narrow(1, start, self.lengths[place]).contiguous().view(len(self.gathered), *shape)
+        parts = self.gathered.narrow(1, start, self.lengths[place]).unflatten(1, shape)
         self.waiting -= 1
         if not self.waiting:
             self.gathered = None

@@ -61,8 +61,12 @@ def _communicates(instruction: Instruction) -> bool:
 
 
 def _results(local: LocalProgram, region: int) -> dict[int, list[int]]:
-    """Return the values of `region` that are read outside it, by the instruction that makes them."""
-    inside = {value: i.index for i in local.instructions if i.region == region for value in i.outputs}
+    """Return the values of `region` that are read outside it, by the instruction that makes them.
+
+    Not the tokens of a bucket that opens in it: no gradient comes through them, and autograd would make zeros of their sizes.
+    """
+    own = (i for i in local.instructions if i.region == region and not isinstance(i, Open))
+    inside = {value: i.index for i in own for value in i.outputs}
     read = {value for i in local.instructions if i.region != region for value in i.again.inputs}
     read |= {found.value for found in local.outputs if isinstance(found, Ref)}
     results: dict[int, list[int]] = {}

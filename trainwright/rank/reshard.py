@@ -215,13 +215,13 @@ class Route:
         return x.contiguous()
 
     def after_gather(self, parts: Tensor, step: Step | None = None) -> Tensor:
-        """Return the whole tensor from the ranks' parts, which `before_gather` made."""
+        """Return the whole tensor from the ranks' parts, which `before_gather` made; those of one rank are consecutive."""
         step = step or self.steps[0]
         size = local_sizes(self.slots, step.after, self.communicator.mesh, self.communicator.coords)[step.slot]
         shape = local_shape(self.shape, self.slots, step.after, self.communicator.mesh, self.communicator.coords)
         num, lead, each, tail = parts.shape
         if lead == 1:
-            return parts.view(num * each, tail)[:size].reshape(shape)
+            return parts.contiguous().view(num * each, tail)[:size].reshape(shape)
         # a result with gaps would be copied once more by an op that reads it, which would save the copy
         if size == num * each:
             return parts.transpose(0, 1).contiguous().view(shape)
