@@ -58,6 +58,11 @@ class Group:
         behind = [g.index for g in groups if g.index < self.index and g.ops[0].position > op.position]
         return min(behind) - 0.5 if behind else self.index
 
+    def late_moment(self, op: Op, groups: Sequence[Group]) -> float:
+        """Return the same of an op that runs after groups which stand behind this one: after the last of those that are done."""
+        before = [g.index for g in groups if g.index > self.index and g.ops[-1].position < op.position]
+        return max(before) + 0.5 if before else self.index
+
     @property
     def may_rerun(self) -> bool:
         """Whether its backward may be given what a rerun makes: none has an effect, or reads what is written later."""

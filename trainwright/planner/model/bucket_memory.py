@@ -22,6 +22,7 @@ holds all gradients, so its places are known; in larger ones the rows count the 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -68,7 +69,7 @@ class BucketMemory:
         self.model, self.problem = model, problem
         self.ahead = regions_ahead(sharding.joined.travel) > 0
         self._next: dict[RegionClass, Terms] = {}
-        self._before: dict[int, Terms] = {}
+        self._flights: dict[int, Terms] = {}
         self._region_shares: dict[RegionClass, float] = {}
         self._again: dict[RegionClass, list[_Part]] = defaultdict(list)
         self._flow_of: dict[int, int] = {}
@@ -175,19 +176,36 @@ class BucketMemory:
             self._next[region_class] = self.model.largest(AHEAD, (_whole(self._gathers[c]) for c in classes if c))
         return self._next[region_class]
 
-    def _gathered_before(self, region_class: RegionClass, region: int) -> Terms:
-        """Return the terms of what the region before gathers again, which is issued where this region's reruns begin.
+    def _in_flight(self, region_class: RegionClass, region: int, fewer: Terms) -> Terms:
+        """Return the terms of what other regions have on their way while this one's backward runs.
 
-        The first of several instances stands for the second too: the first ones gather again, and what comes before the second
-        is one of them.
+        That are the gradients of the region behind it, and what the one before it gathers again, which is issued where this
+        region's reruns begin. The first ones gather again, so the first of several instances stands for the second too, which
+        comes behind one of them, and the last for those between, which have an instance on either side.
+        fewer: what one instance less holds less.
         """
-        if region not in self._before:
-            before = self._beside(region, -1)
+        if region not in self._flights:
+            places = [member.index for member in region_class.members]
+            before, after = self._beside(region, -1), self._beside(region, 1)
             found = [] if before is None else [self._again_in_all(before)]
-            if region == region_class.members[0].index and region_class.multiplicity > 1:
-                found.append(self._again_whole(region_class))
-            self._before[region] = self.model.largest(AHEAD, found)
-        return self._before[region]
+            if region == places[0] and len(places) > 1:
+                found.append(self._again_whole(region_class, 2))
+            terms = self._given(after) + self.model.largest(AHEAD, found)
+            if region == places[-1] and len(places) > 2:
+                terms = self.model.largest(AHEAD, [terms, *self._between(region_class, fewer)])
+            self._flights[region] = terms
+        return self._flights[region]
+
+    def _between(self, region_class: RegionClass, fewer: Terms) -> Iterator[Terms]:
+        """Yield the same of instances before the last, 1, 2, 4 … places, less what is gone by then."""
+        given, most = self._given(region_class), region_class.multiplicity - 2
+        for num in sorted({min(2**power, most) for power in range(most.bit_length())}):
+            again = self._again_whole(region_class, region_class.multiplicity - num)
+            yield [*given, *again, *((column, -num * size) for column, size in fewer)]
+
+    def _given(self, region_class: RegionClass | None) -> Terms:
+        """Return the terms of the gradients that a region gives, on their way."""
+        return [] if region_class is None else _whole([*self._scattered[region_class], *self._alone[region_class]])
 
     def _again_in_all(self, region_class: RegionClass) -> Terms:
         """Return the terms of what one instance gathers, which count if all of them gather it again: of C instances C − (M − 1)."""
@@ -201,8 +219,8 @@ class BucketMemory:
         self.model.row(AHEAD, [*terms, (held, -1.0)], upper=0.0)
         return [(held, 1.0)] if terms else []
 
-    def _again_whole(self, region_class: RegionClass) -> Terms:
-        """Return the terms of what one instance gathers, which count if at least two gather it again."""
+    def _again_whole(self, region_class: RegionClass, num: int) -> Terms:
+        """Return the terms of what one instance gathers, which count if at least `num` gather it again."""
         count, parts = region_class.multiplicity, self._gathers[region_class]
         if not self._again[region_class] or not parts:
             return []
@@ -212,7 +230,7 @@ class BucketMemory:
         all_mib = sum(most.values())
         do_several, held = self.model.column(1.0, integer=True), self.model.column()
         for part in self._again[region_class]:
-            self.model.row(AHEAD, [(part.column, 1.0), (do_several, 1.0 - count)], upper=1.0)
+            self.model.row(AHEAD, [(part.column, 1.0), (do_several, num - 1.0 - count)], upper=num - 1.0)
         self.model.row(AHEAD, [*_whole(parts), (do_several, all_mib), (held, -1.0)], upper=all_mib)
         return [(held, 1.0)]
 
@@ -221,14 +239,18 @@ class BucketMemory:
         regions = self.problem.program.regions
         return regions[region + step].region_class if 0 <= region + step < len(regions) else None
 
-    def backward(self, region_class: RegionClass, region: int, position: int) -> Terms:
-        """Return the terms of gradients, beyond those at rest, while the backward of a group runs."""
+    def backward(self, region_class: RegionClass, region: int, position: float, fewer: Terms) -> Terms:
+        """Return the terms of gradients, beyond those at rest, while the backward of a group runs.
+
+        fewer: what one instance less of the class holds less.
+        """
         terms = [*self._of_region(region_class, position), *self._of_sums(region, position)]
-        if not self.ahead:
-            return terms
-        if (after := self._beside(region, 1)) is not None:
-            terms += _whole([*self._scattered[after], *self._alone[after]])
-        return terms + self._gathered_before(region_class, region)
+        return terms + self._in_flight(region_class, region, fewer) if self.ahead else terms
+
+    def places(self, region_class: RegionClass) -> Terms:
+        """Return the terms of the places of one instance's gradients in the buffers of sums that stay whole."""
+        parts = [part for part in self._sums if part.is_small and part.use.region_class is region_class]
+        return [(part.column, part.mib * self._share) for part in parts]
 
     def coming_to_rest(self, region_class: RegionClass) -> Terms:
         """Return the terms of a region's gradients at rest that come when its backward ends: they are scattered then."""
@@ -242,11 +264,11 @@ class BucketMemory:
         share = self._region_share(region_class)
         return [(part.column, part.mib * share) for part in parts]
 
-    def not_made(self, region_class: RegionClass, position: int) -> Terms:
+    def not_made(self, region_class: RegionClass, position: float) -> Terms:
         """Return the terms of gradients at rest that no other joins and that a region's backward has not made before a group."""
         return [(part.column, part.rest_mib) for part in self._alone[region_class] if part.position <= position]
 
-    def _of_region(self, region_class: RegionClass, position: int) -> Terms:
+    def _of_region(self, region_class: RegionClass, position: float) -> Terms:
         parts = self._scattered[region_class]
         first = max((part.position for part in parts if part.is_small), default=-1)
         share = self._region_share(region_class)
@@ -267,7 +289,7 @@ class BucketMemory:
             self._region_shares[region_class] = held_share(largest.values(), one_region=True)
         return self._region_shares[region_class]
 
-    def _of_sums(self, region: int, position: int) -> Terms:
+    def _of_sums(self, region: int, position: float) -> Terms:
         first = max((part.last_place for part in self._sums), default=(-1, -1))
         terms: Terms = []
         for part in self._sums if (region, position) <= first else ():

@@ -30,6 +30,7 @@ import numpy as np
 
 from ...program.blocks import RegionClass
 from ...program.groups import Group
+from ...program.program import Op
 from ..problem.problem import Decision, Problem
 from .bucket_memory import BucketMemory
 from .forward_memory import Changes, ForwardMemory
@@ -113,6 +114,11 @@ class _Builder:
                         held = self.model.largest(MOMENTARY, [*momentary, *moments])
                     terms = self._row(region_class, member, decision)
                     self._hold(memory, [(static, 1.0), *terms, *held], _row_name("backward", decision, member))
+                for late, op, found in moments_of.late(decision):
+                    held = self.model.largest(MOMENTARY, found)
+                    for member in self._members(decision):
+                        terms = self._row(region_class, member, decision, (late, op))
+                        self._hold(memory, [(static, 1.0), *terms, *held], _row_name("backward", decision, member))
         forward = ForwardMemory(self.model, self.problem, self.sharding, self.recompute, self.changes)
         for decision, terms in forward.rows():
             self._hold(memory, [(static, 1.0), *terms, *self._constants()], _row_name("forward", decision, -1))
@@ -184,9 +190,12 @@ class _Builder:
 
     # Rows
 
-    def _row(self, region_class: RegionClass, member: int, decision: Decision) -> Terms:
+    def _row(
+        self, region_class: RegionClass, member: int, decision: Decision, late: tuple[float, Op] | None = None
+    ) -> Terms:
+        """Return the terms of a group's backward, or of those ops of it that run at another moment: when, and the last of them."""
         assert decision.group is not None
-        region, position = region_class.members[member].index, decision.group.index
+        region, (position, op) = region_class.members[member].index, late or (decision.group.index, None)
         terms: Terms = []
         for owner, column in self.kept.items():
             num = sum(other.index <= region for other in owner.members)
@@ -194,15 +203,25 @@ class _Builder:
                 terms.append((column, num / owner.multiplicity))
         terms += self._own_terms(region_class, member, position)
         terms += self._passed_terms(region_class, region, position)
-        terms += self.waiting.terms(region, position)
+        terms += self.waiting.terms(region, position, decision, op)
         terms += self._param_gradients(region, position)
         terms += self._under_way(region, position)
         terms += self.changes.shared.backward(region, position)
-        terms += self.changes.buckets.backward(region_class, region, position)
+        terms += self.changes.buckets.backward(region_class, region, position, self._fewer(region_class))
         terms += self.recompute.on_the_way(region_class)
         terms += self._fetched(region_class, region, position)
         terms += self._constants((region, position))
         terms += self._loss_gradient(decision.group)
+        return terms
+
+    def _fewer(self, region_class: RegionClass) -> Terms:
+        """Return the terms of what an instance of a class holds less than the one behind it, whose gradients are there by then."""
+        terms = [(self.kept[region_class], 1 / region_class.multiplicity)] if region_class in self.kept else []
+        terms += self.changes.buckets.places(region_class)
+        regions = {member.index for member in region_class.members}
+        for decision, places in self.gradient_places.items():
+            if self.gradients_add_up_to_all and len(places) > 1 and {region for region, _ in places} <= regions:
+                terms += [(column, -size) for column, size in self._at_rest(decision, 1)]
         return terms
 
     def _loss_gradient(self, group: Group) -> Terms:
@@ -212,7 +231,7 @@ class _Builder:
             return []
         return [(self._one, self.problem.costs.taken_bytes(loss.dtype.itemsize) / MIB)]
 
-    def _constants(self, place: Place | None = None) -> Terms:
+    def _constants(self, place: tuple[int, float] | None = None) -> Terms:
         """Return the term of the constants that are there in the forward, or while the backward of a group at `place` runs."""
         kept = [constant for constant in self.problem.constants if place is None or constant.last <= place]
         return [(self._one, sum(constant.num_bytes for constant in kept) / MIB)] if kept else []
@@ -221,7 +240,7 @@ class _Builder:
     def _one(self) -> int:
         return self.model.one()
 
-    def _own_terms(self, region_class: RegionClass, member: int, position: int) -> Terms:
+    def _own_terms(self, region_class: RegionClass, member: int, position: float) -> Terms:
         """Return the terms of the own class: the last instance counts all that is kept, the first one only its own."""
         terms: Terms = []
         is_last = member == region_class.multiplicity - 1
@@ -236,7 +255,7 @@ class _Builder:
                 terms.append((item.waiting if is_waiting else item.present, 1.0))
         return terms
 
-    def _passed_terms(self, region_class: RegionClass, region: int, position: int) -> Terms:
+    def _passed_terms(self, region_class: RegionClass, region: int, position: float) -> Terms:
         terms: Terms = []
         for (owner, at), passed in self.passed.items():
             num = sum(other.index <= region for other in owner.members)
@@ -248,7 +267,7 @@ class _Builder:
                 terms += [(column, size * num / owner.multiplicity) for column, size in passed]
         return terms
 
-    def _fetched(self, region_class: RegionClass, region: int, position: int) -> Terms:
+    def _fetched(self, region_class: RegionClass, region: int, position: float) -> Terms:
         """Return the negative terms of offloaded instances that `_passed_terms` counts but the region does not need."""
         terms: Terms = []
         for stored, found in self.spans.items():
@@ -267,7 +286,7 @@ class _Builder:
                     terms.append((leaves, -size * num / owner.multiplicity))
         return terms
 
-    def _param_gradients(self, region: int, position: int) -> Terms:
+    def _param_gradients(self, region: int, position: float) -> Terms:
         """Return the terms of the gradients, at rest, that are there while the backward of a group runs.
 
         Those that it makes itself are among what it holds for a moment. In buckets, a region's gradients come to rest together,
@@ -297,7 +316,7 @@ class _Builder:
             return decision.rest_bytes
         return [self.problem.costs.local_bytes(decision.tied[0], layout) for layout in decision.options]
 
-    def _under_way(self, region: int, position: int) -> Terms:
+    def _under_way(self, region: int, position: float) -> Terms:
         """Return what updates hold while a group's backward runs, where parameters or states rest on a tier.
 
         It is all of the gradients that are complete, with the states that come for them, or as much as may be there at once. In

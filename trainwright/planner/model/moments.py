@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from ...program.blocks import RegionClass
-from ...program.program import Tensor
-from ..problem.problem import Decision
+from ...program.program import Op, Tensor
+from ...program.transition import gradient_layout
+from ..problem.problem import Decision, OpBackward
 from .forward_memory import Changes
 from .milp import Model, Terms
 from .sharding import Sharding
@@ -37,12 +38,28 @@ class Moments:
         items: Mapping[RegionClass, list[Item]],
     ) -> None:
         self.model, self.sharding, self.changes, self.waiting, self.items = model, sharding, changes, waiting, items
+        self.owner = {op: decision for decision in waiting.problem.groups for op in _ops(decision)}
 
     def group(self, decision: Decision) -> list[Terms]:
         """Return what a group's backward holds: while each op's kernels run, and while gradients change their layout.
 
         In buckets the gradients of parameters go into a buffer, which is there from the op on that makes the first of them.
         """
+        assert decision.group is not None
+        return self._of(decision, [op for op in decision.backwards if op.moment == decision.group.index])
+
+    def late(self, decision: Decision) -> Iterator[tuple[float, Op, list[Terms]]]:
+        """Yield the moments at which ops of a group run whose backward comes before that of groups behind, with the same.
+
+        What a projection's heads are cut into stands with it, and may run behind other projections. Beside each stands the last
+        of its ops.
+        """
+        assert decision.group is not None
+        for moment in sorted({op.moment for op in decision.backwards} - {decision.group.index}):
+            late = [op for op in decision.backwards if op.moment == moment]
+            yield moment, decision.group.ops[late[-1].place], self._of(decision, late)
+
+    def _of(self, decision: Decision, backwards: Sequence[OpBackward]) -> list[Terms]:
         assert decision.region_class is not None
         assert decision.group is not None
         opened = self.changes.buckets.opened(decision.region_class, decision.group.index)
@@ -51,8 +68,8 @@ class Moments:
         )
         given = self.waiting.of_outputs(decision)
         moments = []
-        for op in decision.backwards:
-            brought = self.changes.brought(decision, op.place)
+        for op in backwards:
+            brought = [*self.changes.brought(decision, op.place), *self._beside(op)]
             running = [*self.sharding.chosen_mib(decision, op.running_bytes), *given, *brought]
             buffer = opened if op.place < opens_at else []
             moments.append([*running, *buffer, *self._released(decision, op.place + 1)])
@@ -62,6 +79,20 @@ class Moments:
                 made = [*self.sharding.chosen_mib(decision, op.made_bytes), *brought, *changing]
                 moments.append([*made, *buffer, *self._released(decision, op.place)])
         return self._without_smaller(decision, moments)
+
+    def _beside(self, op: OpBackward) -> Terms:
+        """Return the terms of gradients of groups behind that wait until the op has run."""
+        terms: Terms = []
+        costs = self.waiting.problem.costs
+        for tensor in op.beside:
+            producer = tensor.producer
+            assert producer is not None
+            decision, place = self.owner[producer], producer.outputs.index(tensor)
+            assert decision.group is not None
+            layouts = [decision.group.output_layout(producer, place, split) for split in decision.options]
+            sizes = [costs.block_bytes(tensor, gradient_layout(layout)) for layout in layouts]
+            terms += [*self.sharding.chosen_mib(decision, sizes), *self.waiting.of_outputs(decision)]
+        return terms
 
     def _released(self, decision: Decision, place: int) -> Terms:
         """Return the (negative) terms of what a group saved and has released once its ops from `place` on have run backward."""
@@ -98,6 +129,11 @@ class Moments:
             if not any(_holds_less(terms, other, tie=at > k) for k, other in enumerate(distinct) if k != at)
         ]
         return [[(column, size) for column, size in terms.items() if size] for terms in kept]
+
+
+def _ops(decision: Decision) -> list[Op]:
+    assert decision.group is not None
+    return decision.group.ops
 
 
 def _is_trained(tensor: Tensor) -> bool:

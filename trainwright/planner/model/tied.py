@@ -134,7 +134,7 @@ class SharedCopies:
                 terms.append((self.copy[tied], 1.0))
         return terms
 
-    def backward(self, region: int, position: int) -> Terms:
+    def backward(self, region: int, position: float) -> Terms:
         """Return what is there while a group of a region runs backward."""
         place = (region, position)
         return [(column, 1.0) for tied, column in self.gradient.items() if tied.first <= place < tied.last]

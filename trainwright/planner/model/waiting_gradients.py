@@ -15,7 +15,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
+from ...program.program import Op
 from ...program.transition import gradient_layout
+from ..problem.group_backward import runs_before
 from ..problem.problem import Decision, Problem, Source, Use, Want
 from .milp import MIB, Model, Terms
 from .sharding import Sharding, ones, wants_of
@@ -44,12 +46,21 @@ class WaitingGradients:
         """Return what the gradients at which a group's backward begins hold more because they were gathered."""
         return [term for use, terms in self.padding.items() if use.source.decision is decision for term in terms]
 
-    def terms(self, region: int, position: int) -> Terms:
-        """Return the terms of what waits while the backward of a group runs."""
+    def terms(self, region: int, position: float, decision: Decision, late: Op | None = None) -> Terms:
+        """Return the terms of what waits while the backward of a group runs, beside the gradients of its own outputs.
+
+        late: the op, where one runs after groups that stand behind its own: some of their ops may still be to come.
+        """
         terms: Terms = []
         here = region, position
         for source, instances in self.reads.items():
-            waits = [reads for made, reads in instances.items() if (made, _position(source)) < here < reads[-1][0]]
+            is_given = late is None or any(runs_before(reader, late) for reader in source.tensor.consumers)
+            waits = [
+                reads
+                for made, reads in instances.items()
+                if (made, _position(source)) < here < reads[-1][0]
+                if made != region or (is_given and source.decision is not decision)
+            ]
             if waits:
                 sizes = [
                     len(waits) * self.problem.costs.block_bytes(source.tensor, native) for native in source.natives
@@ -64,7 +75,7 @@ class WaitingGradients:
             terms += self._at_copy(use, region, position)
         return terms
 
-    def _at_copy(self, use: Use, region: int, position: int) -> Terms:
+    def _at_copy(self, use: Use, region: int, position: float) -> Terms:
         """Return the term of what readers of one copy in a region have added up, and the last of them still adds to."""
         positions = [demand.position for demand in use.demands]
         is_between = min(positions) <= position < max(positions)

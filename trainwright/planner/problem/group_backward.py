@@ -22,7 +22,7 @@ from .problem import OpBackward
 def backward_of(group: Group, options: Sequence[Split], costs: CostModel) -> list[OpBackward]:
     """Return the backward of each op that has one, in the order in which they run."""
     each = [list(_Backward(group, split, costs).ops()) for split in options]
-    return [_of_all(found) for found in zip(*each)]
+    return [_placed(group, _of_all(found)) for found in zip(*each)]
 
 
 def _of_all(found: Sequence[OpBackward]) -> OpBackward:
@@ -40,19 +40,30 @@ class _Backward:
         self.memory: dict[Tensor, int] = {}
         """The number of the memory in which each gradient lies."""
         self.sizes: dict[int, int] = {}
-        inside = set(group.ops)
-        for op in group.ops:
-            for place, tensor in enumerate(op.outputs):
-                if tensor.requires_grad and any(reader not in inside for reader in tensor.consumers):
-                    self._add(tensor, self._given_bytes(op, place))
-        self.num_given = len(self.sizes)
+        self.given: set[int] = set()
+        """The numbers of those that readers outside the group made."""
+        self.inside = set(group.ops)
 
     def ops(self) -> Iterator[OpBackward]:
         """Yield the backward of each op with the bytes of this option."""
         for place in reversed(range(len(self.group.ops))):
             op = self.group.ops[place]
+            self._receive(op)
             if op.requires_grad:
                 yield self._run(op, place)
+
+    def _receive(self, here: Op) -> None:
+        """Add the gradients that readers outside have given before `here` runs backward.
+
+        A reader that stands between the ops of the group, as cos · q before the halves of q that are rotated, gives its gradient
+        when some of them have run.
+        """
+        for op in self.group.ops:
+            for place, tensor in enumerate(op.outputs if op.position <= here.position else ()):
+                readers = [reader for reader in tensor.consumers if reader not in self.inside]
+                is_given = tensor.requires_grad and any(runs_before(reader, here) for reader in readers)
+                if is_given and tensor not in self.memory:
+                    self.given.add(self._add(tensor, self._given_bytes(op, place)))
 
     def _run(self, op: Op, place: int) -> OpBackward:
         outputs = [tensor for tensor in op.outputs if tensor.requires_grad]
@@ -73,19 +84,41 @@ class _Backward:
         made = self._live_bytes()
         owners = list(self.memory.values())
         shares = frozenset(tensor for tensor in makes if owners.count(self.memory[tensor]) > 1)
-        passes_on = frozenset(tensor for tensor in makes if self.memory[tensor] < self.num_given)
-        return OpBackward(place, (running,), (min(made, running),), shares, passes_on)
+        passes_on = frozenset(tensor for tensor in makes if self.memory[tensor] in self.given)
+        return OpBackward(place, self.group.index, (running,), (min(made, running),), shares, passes_on)
 
-    def _add(self, tensor: Tensor, num_bytes: int) -> None:
-        """Give a gradient memory of its own."""
-        self.memory[tensor] = len(self.sizes)
-        self.sizes[self.memory[tensor]] = num_bytes
+    def _add(self, tensor: Tensor, num_bytes: int) -> int:
+        """Give a gradient memory of its own; return its number."""
+        self.memory[tensor] = number = len(self.sizes)
+        self.sizes[number] = num_bytes
+        return number
 
     def _live_bytes(self) -> int:
         return sum(self.sizes[number] for number in set(self.memory.values()))
 
     def _given_bytes(self, op: Op, place: int) -> int:
         return self.costs.block_bytes(op.outputs[place], self.group.output_layout(op, place, self.split))
+
+
+def runs_before(op: Op, here: Op) -> bool:
+    """Tell whether the backward of `op`, which reads what a region made, comes before that of `here` in it."""
+    return op.region is not here.region or op.position > here.position
+
+
+def _placed(group: Group, backward: OpBackward) -> OpBackward:
+    """Return the backward of an op with when it runs, and what waits then."""
+    here = group.ops[backward.place]
+    assert here.region is not None
+    region_class = here.region.region_class
+    moment = group.late_moment(here, region_class.groups)
+    beside = tuple(
+        tensor
+        for op in region_class.representative.ops[: here.position]
+        if moment > group.index and region_class.group_at[op.position].index > moment
+        for tensor in op.outputs
+        if tensor.requires_grad and any(runs_before(reader, here) for reader in tensor.consumers)
+    )
+    return replace(backward, moment=moment, beside=beside)
 
 
 def _handed_on(op: Op, makes: dict[Tensor, int], costs: CostModel) -> set[Tensor]:

@@ -34,6 +34,8 @@ class OpBackward:
 
     place: int
     """The op's place among those of the group."""
+    moment: float
+    """When it runs, among the groups of its region: the group's index, but for an op that runs after groups behind it."""
     running_bytes: tuple[int, ...]
     """The most that is there while it runs: gradients, and scratch memory."""
     made_bytes: tuple[int, ...]
@@ -42,6 +44,8 @@ class OpBackward:
     """The operands whose gradients lie in memory that another gradient is in too."""
     passes_on: frozenset[Tensor]
     """The operands whose gradients lie in memory that another group made."""
+    beside: tuple[Tensor, ...] = ()
+    """The tensors of groups that stand behind that moment whose gradients wait then, since the ops that made them run later."""
 
 
 @dataclass(eq=False)
