@@ -59,7 +59,7 @@ class Group:
         return min(behind) - 0.5 if behind else self.index
 
     def late_moment(self, op: Op, groups: Sequence[Group]) -> float:
-        """Return the same of an op that runs after groups which stand behind this one: after the last of those that are done."""
+        """Return when, among the groups of its region, an op runs that comes after groups behind this: after the last of them."""
         before = [g.index for g in groups if g.index > self.index and g.ops[-1].position < op.position]
         return max(before) + 0.5 if before else self.index
 

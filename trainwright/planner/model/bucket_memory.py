@@ -12,7 +12,8 @@
                count them there as what comes at a moment (`coming_to_rest`)
     at rest    Σ f · what whole blocks add             of gradients that end in memory of their own, not as a part of a buffer
     ahead      forward: the copies of the next region; backward: the gradients of the region before, which are in flight,
-               and the copies that the next region gathers again, if both do
+               and the copies that the next region gathers again, if both do; the last of several instances stands for those
+               between, which have an instance on either side (`_between`)
 
 A buffer is allocated when its first gradient comes, after the kernels that make it (`opened`). In small programs one buffer
 holds all gradients, so its places are known; in larger ones the rows count the share of all gradients that one buffer holds
@@ -179,10 +180,10 @@ class BucketMemory:
     def _in_flight(self, region_class: RegionClass, region: int, fewer: Terms) -> Terms:
         """Return the terms of what other regions have on their way while this one's backward runs.
 
-        That are the gradients of the region behind it, and what the one before it gathers again, which is issued where this
-        region's reruns begin. The first ones gather again, so the first of several instances stands for the second too, which
-        comes behind one of them, and the last for those between, which have an instance on either side.
-        fewer: what one instance less holds less.
+        These are the gradients of the region behind it, and what the one before it gathers again, which is issued where this
+        region's reruns begin. The first of several instances stands for the second too, which comes behind one that gathers
+        again, since the first ones do; the last stands for those between, which have an instance on either side.
+        fewer: what an instance holds less than the one behind it.
         """
         if region not in self._flights:
             places = [member.index for member in region_class.members]
@@ -197,7 +198,7 @@ class BucketMemory:
         return self._flights[region]
 
     def _between(self, region_class: RegionClass, fewer: Terms) -> Iterator[Terms]:
-        """Yield the same of instances before the last, 1, 2, 4 … places, less what is gone by then."""
+        """Yield what is on its way at the instances 1, 2, 4 … places before the last, less what is gone by then."""
         given, most = self._given(region_class), region_class.multiplicity - 2
         for num in sorted({min(2**power, most) for power in range(most.bit_length())}):
             again = self._again_whole(region_class, region_class.multiplicity - num)
@@ -242,7 +243,7 @@ class BucketMemory:
     def backward(self, region_class: RegionClass, region: int, position: float, fewer: Terms) -> Terms:
         """Return the terms of gradients, beyond those at rest, while the backward of a group runs.
 
-        fewer: what one instance less of the class holds less.
+        fewer: what an instance of the class holds less than the one behind it.
         """
         terms = [*self._of_region(region_class, position), *self._of_sums(region, position)]
         return terms + self._in_flight(region_class, region, fewer) if self.ahead else terms

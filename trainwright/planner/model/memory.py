@@ -215,7 +215,10 @@ class _Builder:
         return terms
 
     def _fewer(self, region_class: RegionClass) -> Terms:
-        """Return the terms of what an instance of a class holds less than the one behind it, whose gradients are there by then."""
+        """Return the terms of what an instance of a class holds less than the one behind it.
+
+        That keeps nothing any more, and its gradients have come to rest, out of their places in the buffers of sums.
+        """
         terms = [(self.kept[region_class], 1 / region_class.multiplicity)] if region_class in self.kept else []
         terms += self.changes.buckets.places(region_class)
         regions = {member.index for member in region_class.members}
