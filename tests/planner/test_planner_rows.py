@@ -25,10 +25,11 @@ from trainwright.planner.model.memory import set_budget
 from trainwright.planner.model.sharding import has_one_want, wants_of
 from trainwright.planner.problem.recipes import restriction
 from trainwright.planner.search.solve import Least, Solver, values_of
-from trainwright.planner.search.stages import held_at
+from trainwright.planner.search.stages import Options, held_at
 from trainwright.profiler.tracker import MemoryTracker
+from trainwright.program.decisions import Overlap
 from trainwright.program.layout import PARTIAL, REPLICATE, Slot, local_shape
-from trainwright.program.program import build_program
+from trainwright.program.program import Program, build_program
 from trainwright.program.transition import transition
 from trainwright.rank.reshard import Route, SimulatedCommunicator
 from trainwright.torch_internals.fakes import new_mode
@@ -97,6 +98,16 @@ def test_attention_split_along_queries_saves_all_keys_and_values():
                     saved += costs.block_bytes(op.inputs[index], decision.group.input_layout(op, index, split)[0])
                 assert saved >= sum(tensor.num_bytes for tensor in op.inputs[1:3])
     assert seen
+
+
+def excess(solver: Solver, options: Options) -> float | None:
+    """Return how many times what the rows count of the plan of a sharding that holds least it holds; None where there is none."""
+    model, sharding, _, memory = solver.full()
+    set_budget(model, memory, math.inf)
+    found = model.solve(fixed=held_at(sharding, options), cost={memory.peak: 1.0}, gap=1e-3)
+    if found.values is None:
+        return None
+    return solver.answer(found, 0.0).simulation.peak_bytes / memory.peak_bytes(found.values)
 
 
 HELD = {
@@ -193,14 +204,10 @@ def test_of_shardings_drawn_at_random_the_rows_count_hardly_too_little(name: str
     mesh = tuple(axis.size for axis in resolve(hardware).mesh())
     (place,) = task(tiny_program(name), hardware, mesh=mesh).places
     solver = place.solver.travelling("none")
-    model, sharding, _, memory = solver.full()
-    set_budget(model, memory, math.inf)
-    rng, ratios = random.Random(1), []
-    for _ in range(16):
-        options = {decision: rng.randrange(len(columns)) for decision, columns in sharding.choice.items()}
-        found = model.solve(fixed=held_at(sharding, options), cost={memory.peak: 1.0}, gap=1e-3)
-        if found.values is not None:
-            ratios.append(solver.answer(found, 0.0).simulation.peak_bytes / memory.peak_bytes(found.values))
+    _, sharding, *_ = solver.full()
+    rng = random.Random(1)
+    drawn = [{decision: rng.randrange(len(decision.options)) for decision in sharding.choice} for _ in range(16)]
+    ratios = [ratio for options in drawn if (ratio := excess(solver, options)) is not None]
     assert len(ratios) >= 12
     assert min(ratios) > 0.92  # of llama-tiny, whose reruns follow one another
     assert max(ratios) < 1.006
@@ -234,34 +241,42 @@ def test_while_a_group_reruns_the_rows_count_its_memory_once_and_nothing_that_la
 class Rotated(nn.Module):
     """Heads of which halves are rotated when another projection has run: their gradients come back while that one's waits."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_rotated: int) -> None:
         super().__init__()
-        self.q, self.v, self.down = nn.Linear(16, 512, bias=False), nn.Linear(16, 512, bias=False), nn.Linear(8, 1)
+        self.num_rotated = num_rotated
+        self.q, self.k, self.down = nn.Linear(16, 512, bias=False), nn.Linear(16, 512, bias=False), nn.Linear(8, 1)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        q, v = (projection(x).unflatten(-1, (64, 8)) for projection in (self.q, self.v))
-        q = q * cos + torch.cat((-q[..., 4:], q[..., :4]), -1) * sin
-        return torch.tanh(self.down(torch.sin(q + v).mean(-2))).sum()
+        heads = [projection(x).unflatten(-1, (64, 8)) for projection in (self.q, self.k)]
+        for at in range(self.num_rotated):
+            own = heads[at]
+            heads[at] = own * cos + torch.cat((-own[..., 4:], own[..., :4]), -1) * sin
+        return torch.tanh(self.down(torch.sin(heads[0] + heads[1]).mean(-2))).sum()
 
 
-def of_fsdp(program, hardware: str, way: str) -> tuple[float, int]:
-    """Return the peak of the sharding of fsdp that holds least, by the rows and as it is simulated."""
+def of_recipe(program: Program, hardware: str, recipe: str, way: Overlap) -> float:
+    """Return the same as `excess`, of the first sharding that a recipe allows."""
     (place,) = task(program, hardware).places
-    solver = place.solver.travelling(way)
-    model, sharding, _, memory = solver.full()
-    set_budget(model, memory, math.inf)
-    allowed = restriction(place.problem, "fsdp").allowed
-    options = {decision: min(allowed[decision]) for decision in place.problem.decisions}
-    found = model.solve(fixed=held_at(sharding, options), cost={memory.peak: 1.0}, gap=1e-4)
-    return memory.peak_bytes(values_of(found)), solver.answer(found, 0.0).simulation.peak_bytes
+    allowed = restriction(place.problem, recipe).allowed
+    found = excess(place.solver.travelling(way), {each: min(allowed[each]) for each in place.problem.decisions})
+    assert found is not None
+    return found
 
 
 @pytest.mark.parametrize("hardware", ["2xh100", "8xa100"])
-def test_what_runs_backward_before_groups_behind_counts_what_waits_for_those(hardware: str) -> None:
+@pytest.mark.parametrize(("num_rotated", "least"), [(1, 0.996), (2, 0.9)])
+def test_what_runs_backward_before_groups_behind_counts_what_waits_for_those(
+    hardware: str, num_rotated: int, least: float
+) -> None:
+    """Of two rotated projections nothing of the first waits while the second comes back, but for what a sum gives both."""
     given = (torch.ones(256, 16), torch.ones(8), torch.ones(8))
-    program = build_program(cached_capture(Rotated(), given, lambda out, _: out))
-    rows, simulated = of_fsdp(program, hardware, "none")
-    assert simulated == pytest.approx(rows, rel=0.004)
+    program = build_program(cached_capture(Rotated(num_rotated), given, lambda out, _: out))
+    assert least < of_recipe(program, hardware, "fsdp", "none") < 1.004
+
+
+@pytest.mark.parametrize("recipe", ["ddp", "fsdp"])
+def test_of_several_instances_ahead_gradients_count_at_rest_or_in_the_places_of_a_sum(recipe: str) -> None:
+    assert of_recipe(deep_program(6), "2xh100", recipe, "ahead") == pytest.approx(1.0, rel=0.004)
 
 
 @pytest.mark.slow

@@ -70,7 +70,6 @@ class BucketMemory:
         self.model, self.problem = model, problem
         self.ahead = regions_ahead(sharding.joined.travel) > 0
         self._next: dict[RegionClass, Terms] = {}
-        self._flights: dict[int, Terms] = {}
         self._region_shares: dict[RegionClass, float] = {}
         self._again: dict[RegionClass, list[_Part]] = defaultdict(list)
         self._flow_of: dict[int, int] = {}
@@ -177,32 +176,29 @@ class BucketMemory:
             self._next[region_class] = self.model.largest(AHEAD, (_whole(self._gathers[c]) for c in classes if c))
         return self._next[region_class]
 
-    def _in_flight(self, region_class: RegionClass, region: int, fewer: Terms) -> Terms:
-        """Return the terms of what other regions have on their way while this one's backward runs.
+    def in_flight(self, region_class: RegionClass, region: int, fewer: Terms) -> Terms:
+        """Return the terms of what other regions have on their way while this one's backward runs, where they travel ahead.
 
         These are the gradients of the region behind it, and what the one before it gathers again, which is issued where this
         region's reruns begin. The first of several instances stands for the second too, which comes behind one that gathers
         again, since the first ones do; the last stands for those between, which have an instance on either side.
         fewer: what an instance holds less than the one behind it.
         """
-        if region not in self._flights:
-            places = [member.index for member in region_class.members]
-            before, after = self._beside(region, -1), self._beside(region, 1)
-            found = [] if before is None else [self._again_in_all(before)]
-            if region == places[0] and len(places) > 1:
-                found.append(self._again_whole(region_class, 2))
-            terms = self._given(after) + self.model.largest(AHEAD, found)
-            if region == places[-1] and len(places) > 2:
-                terms = self.model.largest(AHEAD, [terms, *self._between(region_class, fewer)])
-            self._flights[region] = terms
-        return self._flights[region]
+        places = [member.index for member in region_class.members]
+        before, after = self._beside(region, -1), self._beside(region, 1)
+        found = [] if before is None else [self._again_in_all(before)]
+        if region == places[0] and len(places) > 1:
+            found.append(self._again_whole(region_class, 2))
+        terms = self._given(after) + self.model.largest(AHEAD, found)
+        if region == places[-1] and len(places) > 2:
+            terms = self.model.largest(AHEAD, [terms, *self._between(region_class, fewer)])
+        return terms
 
     def _between(self, region_class: RegionClass, fewer: Terms) -> Iterator[Terms]:
         """Yield what is on its way at the instances 1, 2, 4 … places before the last, less what is gone by then."""
-        given, most = self._given(region_class), region_class.multiplicity - 2
-        for num in sorted({min(2**power, most) for power in range(most.bit_length())}):
-            again = self._again_whole(region_class, region_class.multiplicity - num)
-            yield [*given, *again, *((column, -num * size) for column, size in fewer)]
+        given, count = self._given(region_class), region_class.multiplicity
+        for num in (2**power for power in range((count - 2).bit_length())):
+            yield [*given, *self._again_whole(region_class, count - num), *((c, -num * size) for c, size in fewer)]
 
     def _given(self, region_class: RegionClass | None) -> Terms:
         """Return the terms of the gradients that a region gives, on their way."""
@@ -240,13 +236,9 @@ class BucketMemory:
         regions = self.problem.program.regions
         return regions[region + step].region_class if 0 <= region + step < len(regions) else None
 
-    def backward(self, region_class: RegionClass, region: int, position: float, fewer: Terms) -> Terms:
-        """Return the terms of gradients, beyond those at rest, while the backward of a group runs.
-
-        fewer: what an instance of the class holds less than the one behind it.
-        """
-        terms = [*self._of_region(region_class, position), *self._of_sums(region, position)]
-        return terms + self._in_flight(region_class, region, fewer) if self.ahead else terms
+    def backward(self, region_class: RegionClass, region: int, position: float) -> Terms:
+        """Return the terms of the region's own gradients, and of sums, beyond those at rest, while a group's backward runs."""
+        return [*self._of_region(region_class, position), *self._of_sums(region, position)]
 
     def places(self, region_class: RegionClass) -> Terms:
         """Return the terms of the places of one instance's gradients in the buffers of sums that stay whole."""

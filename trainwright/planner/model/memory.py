@@ -86,6 +86,8 @@ class _Builder:
         self.items: dict[RegionClass, list[Item]] = defaultdict(list)
         self.gradient_places: dict[Decision, list[Place]] = defaultdict(list)
         """Where the backward begins to make each instance's gradient."""
+        self._flights: dict[int, Terms] = {}
+        """What other regions have on their way while a region's backward runs."""
         self.waiting = WaitingGradients(model, problem, sharding)
         self.updates = UpdateMemory(model, problem, sharding, recompute)
         self.changes = Changes(model, problem, sharding, BucketMemory(model, problem, sharding, recompute))
@@ -207,12 +209,19 @@ class _Builder:
         terms += self._param_gradients(region, position)
         terms += self._under_way(region, position)
         terms += self.changes.shared.backward(region, position)
-        terms += self.changes.buckets.backward(region_class, region, position, self._fewer(region_class))
+        terms += self.changes.buckets.backward(region_class, region, position)
+        terms += self._in_flight(region_class, region)
         terms += self.recompute.on_the_way(region_class)
         terms += self._fetched(region_class, region, position)
         terms += self._constants((region, position))
         terms += self._loss_gradient(decision.group)
         return terms
+
+    def _in_flight(self, region_class: RegionClass, region: int) -> Terms:
+        """Return the terms of what other regions have on their way, the same in all rows of a region."""
+        if region not in self._flights and self.changes.buckets.ahead:
+            self._flights[region] = self.changes.buckets.in_flight(region_class, region, self._fewer(region_class))
+        return self._flights.get(region, [])
 
     def _fewer(self, region_class: RegionClass) -> Terms:
         """Return the terms of what an instance of a class holds less than the one behind it.
