@@ -99,7 +99,9 @@ class _Builder:
         self._collect()
         static = self._sum_column([*self._params(self._static_bytes), *self._away(), *self.recompute.values_held])
         moments_of = Moments(self.model, self.sharding, self.changes, self.waiting, self.items)
-        reruns = RerunMemory(self.model, self.problem, self.sharding, self.recompute, self.changes.buckets)
+        reruns = RerunMemory(
+            self.model, self.problem, self.sharding, self.recompute, self.changes.buckets, self.waiting
+        )
         for region_class in self.problem.program.classes:
             decisions = self.problem.of_class(region_class)
             for decision in decisions:

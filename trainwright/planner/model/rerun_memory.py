@@ -1,6 +1,7 @@
 """What reruns hold for a moment, where a region's backward begins.
 
-Reruns follow one another as the forward did: that of group i is moment i, what is converted for it comes at i − ½.
+Reruns follow one another as the forward did: that of group i is moment i, what is converted for it comes at i − ½. Of a group whose
+ops are apart, what the early ones read and make comes before the groups between (`Group.moment`).
 
     running       Σ r / M · (scratch, and what the group makes), and what one collective gathered again and waits to be copied out
     converting    Σ C / M · (the most that the change of layout holds, its result included), and what one collective gathered again;
@@ -19,7 +20,6 @@ last one, which is rerun where r = M. The first one is where r ≥ 1:
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +32,8 @@ from .joined import travel_of
 from .milp import MIB, Model, Terms
 from .recompute import Recompute
 from .sharding import Sharding, has_one_want, ones, wants_of
-from .working_set import Item, copies_made_again, gathered_first, when_converted
+from .waiting_gradients import WaitingGradients
+from .working_set import Item, converting_moment, copies_made_again, gathered_first, when_converted
 
 PADDED = "what a gather leaves beside a copy that is made again"
 FIRST = "what the first of several instances reruns"
@@ -52,10 +53,16 @@ class RerunMemory:
     """The terms of a region's reruns in the memory rows."""
 
     def __init__(
-        self, model: Model, problem: Problem, sharding: Sharding, recompute: Recompute, buckets: BucketMemory
+        self,
+        model: Model,
+        problem: Problem,
+        sharding: Sharding,
+        recompute: Recompute,
+        buckets: BucketMemory,
+        waiting: WaitingGradients,
     ) -> None:
         self.model, self.problem, self.sharding, self.recompute = model, problem, sharding, recompute
-        self.buckets = buckets
+        self.buckets, self.waiting = buckets, waiting
         self._nones: dict[Decision | Use, int | None] = {}
         self._remade_of: dict[Item, int | None] = {}
         self._copies = copies_made_again(problem, recompute)
@@ -93,10 +100,6 @@ class RerunMemory:
         steps = travel_of(self.problem, use, native, want).there
         return self.problem.costs.copy_bytes(use.source.tensor, native, steps[0].after) if len(steps) > 1 else 0
 
-    def _when(self, use: Use) -> float:
-        """Return at which moment reruns convert a tensor."""
-        return -math.inf if gathered_first(use, self.sharding) else _first_reader(use) - 0.5
-
     def of_first(self, decisions: Sequence[Decision], items: Sequence[Item]) -> list[Terms]:
         """Return what each rerun of the first of several instances holds, beyond what is there once all were run again.
 
@@ -117,7 +120,11 @@ class RerunMemory:
                 moments.append([*_unless(none, chosen), *self._gathered(region_class, at), *later(at)])
         for use, found in self._converting[region_class].items():
             if 0 in use.members:
-                moment, none, held = self._when(use), self._none(use), [*found.changes, *found.operand]
+                moment, none, held = (
+                    converting_moment(use, self.sharding),
+                    self._none(use),
+                    [*found.changes, *found.operand],
+                )
                 if none is not None and has_one_want(use):
                     held = [*_unless(none, found.chosen), *later(moment, use)]
                 moments.append([*held, *self._gathered(region_class, moment)])
@@ -189,7 +196,7 @@ class RerunMemory:
             running = [*self._by_share(decision, decision.remade_bytes), *self._gathered(region_class, at)]
             moments.append((running, beside(at)))
         for use, found in self._converting[region_class].items():
-            moment = self._when(use)
+            moment = converting_moment(use, self.sharding)
             moments.append(([*found.changes, *self._gathered(region_class, moment)], beside(moment, use)))
         return [[*self._given(decisions), *terms, *others] for terms, others in moments if terms]
 
@@ -202,7 +209,8 @@ class RerunMemory:
         return [(column, 1.0)]
 
     def _given(self, decisions: Sequence[Decision]) -> Terms:
-        return self.sharding.chosen_mib(decisions[-1], decisions[-1].given_bytes)
+        chosen = self.sharding.chosen_mib(decisions[-1], decisions[-1].given_bytes)
+        return [*chosen, *self.waiting.of_outputs(decisions[-1])]
 
     def _gathered(self, region_class: RegionClass, position: float) -> Terms:
         return self.buckets.rerun(region_class, position)
@@ -227,7 +235,3 @@ def _position(decision: Decision) -> int:
 def _unless(none: int, chosen: Terms) -> Terms:
     """Return the terms of `chosen`, at most 0 where the column `none` is 1."""
     return [*chosen, (none, -max((size for _, size in chosen), default=0.0))]
-
-
-def _first_reader(use: Use) -> int:
-    return min(demand.position for demand in use.demands)

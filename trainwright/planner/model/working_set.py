@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 
 from ...program.blocks import RegionClass
 from ...program.layout import Layout
+from ...program.program import Tensor
 from ..problem.problem import Decision, Problem, Source, Stored, Use, readers_end
 from .milp import MIB, Model, Terms
 from .recompute import Recompute
@@ -85,16 +86,27 @@ def gathered_first(use: Use, sharding: Sharding) -> bool:
     return use.source.is_param and sharding.joined.in_buckets
 
 
-def when_converted(use: Use, sharding: Sharding) -> tuple[float, float]:
-    """Return at which moment reruns convert a tensor for a use, and the last that reads the copy.
+def converting_moment(use: Use, sharding: Sharding) -> float:
+    """Return at which moment reruns convert a tensor for a use: before its first reader runs, in buckets parameters at first."""
+    if gathered_first(use, sharding):
+        return -math.inf
+    return before(min(demand.until for demand in use.demands), 2)
 
-    In buckets, parameters are gathered before the first rerun.
-    """
+
+def when_converted(use: Use, sharding: Sharding) -> tuple[float, float]:
+    """Return from which moment of the reruns on a copy is there, and the last that reads it."""
     if gathered_first(use, sharding):
         return -math.inf, -math.inf
-    positions = [demand.position for demand in use.demands]
-    # before i − ½, so that it counts while another tensor is converted for the same group
-    return min(positions) - 0.75, max(positions) - 0.5
+    # before it is converted, so that it counts while another tensor is converted for the same group
+    return before(min(demand.until for demand in use.demands), 3), max(demand.position for demand in use.demands) - 0.5
+
+
+def before(moment: float, num: int) -> float:
+    """Return the last moment of reruns but `num` before one at which ops run, of four between two of them.
+
+    Groups run at integers; ops that run before groups ahead of their own, half way between two (`Group.moment`).
+    """
+    return moment - num * (0.25 if moment == int(moment) else 0.125)
 
 
 def copies_made_again(problem: Problem, recompute: Recompute) -> dict[Use, Terms]:
@@ -153,7 +165,7 @@ class _Builder:
             needs += [served] if has_one_want(use) else [[term] for term in served]
         when = (stored.position, stored.first_position, stored.freed_by)
         assert source.decision.group is not None
-        made_at = source.decision.group.index
+        made_at = _made_at(source.decision, source.tensor)
         read_until = max((d.position for use in stored.uses if use.inside for d in use.demands), default=made_at) - 0.5
         again = [
             (self.recompute.rerun[source.decision, option], sizes[native] / source.decision.count)
@@ -174,7 +186,9 @@ class _Builder:
         columns = [self.recompute.keep_inner[decision, option] for option in range(len(sizes))]
         kept = list(zip(columns, sizes))
         needs = list(zip(self.sharding.choice[decision], sizes))
-        made_at = decision.group.index - 0.25  # while the group itself is rerun, that is there
+        # while the op itself is rerun, that is there
+        moments = [decision.inner_until, *(_made_at(decision, tensor) for tensor in decision.inner_tensors)]
+        made_at = before(min(moments), 1)
         return self._item(
             decision, range(decision.count), (decision.inner_until, decision.group.index, None), kept, [needs], needs,
             (made_at, made_at, []), max(sizes),
@@ -250,6 +264,14 @@ class _Builder:
 
     def _mib(self, tensor, layout: tuple[int, ...]) -> float:
         return self.problem.costs.block_bytes(tensor, layout) / MIB
+
+
+def _made_at(decision: Decision, tensor: Tensor) -> float:
+    """Return the moment of the reruns at which the op of a group that makes a tensor runs."""
+    assert decision.group is not None
+    assert decision.region_class is not None
+    assert tensor.producer is not None
+    return decision.group.moment(tensor.producer, decision.region_class.groups)
 
 
 def _memory_of_views(sizes: Mapping[Layout, float], source: Source, view: Source) -> dict[Layout, float]:
