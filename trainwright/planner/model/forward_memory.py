@@ -2,8 +2,8 @@
 
     kept        of the regions behind, and of the own one what is there already
     passing     made, still to be read in the forward, and not kept for the backward
-    changing    Σ f[u, n, w] · (the most that the way from n to w holds, its result included)
-    workspace   what the group's kernels hold for a moment
+    a moment's  the largest of: Σ f[u, n, w] · (the most that the way from n to w holds, its result included) for one of the copies
+                that the group asks for, with those made before it; all of them, and what the group's kernels hold for a moment
     shared      copies of parameters that regions behind and regions ahead read (`tied`)
 
 Rows are for the last instance of a class: most is kept by then. The backward brings gradients back by the same ways, one after
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ...program.blocks import RegionClass
 from ...program.transition import gradient_layout
@@ -24,6 +24,7 @@ from .milp import MIB, Model, Terms
 from .recompute import Recompute
 from .sharding import Sharding, has_one_want
 from .tied import SharedCopies
+from .working_set import gathered_first
 
 CHANGING = "what a change of layout holds"
 
@@ -32,15 +33,18 @@ class Changes:
     """The memory of each use's changes of layout, there and back, as columns in MiB."""
 
     def __init__(self, model: Model, problem: Problem, sharding: Sharding, buckets: BucketMemory) -> None:
-        self.model, self.buckets = model, buckets
+        self.model, self.sharding, self.buckets = model, sharding, buckets
         costs = problem.costs
         self.shared = SharedCopies(model, problem, sharding)
         there: dict[Use, list[tuple[int, float]]] = defaultdict(list)
+        copies: dict[Use, list[tuple[int, float]]] = defaultdict(list)
         back: dict[Use, list[tuple[int, float]]] = defaultdict(list)
         brought: dict[Use, list[tuple[int, float]]] = defaultdict(list)
         for (use, native, want), column in sharding.flow.items():
             tensor, due = use.source.tensor, gradient_layout(native)
-            there[use].append((column, costs.change_bytes(tensor, native, want[0]) / MIB))
+            if native != want[0]:
+                there[use].append((column, costs.change_bytes(tensor, native, want[0]) / MIB))
+                copies[use].append((column, costs.copy_bytes(tensor, native, want[0]) / MIB))
             if use.tensor.requires_grad:
                 own = 0 if self._shares(use) else costs.block_bytes(tensor, want[1])
                 if buckets.carries(column):  # it goes into the buffer
@@ -49,8 +53,7 @@ class Changes:
                     back[use].append((column, costs.change_bytes(tensor, want[1], due) / MIB))
                     more = costs.copy_bytes(tensor, want[1], due) - own if want[1] != due else 0
                     brought[use].append((column, more / MIB))
-        sums = {use: self._sum(terms) for use, terms in there.items()}
-        self.there = {use: found for use, found in sums.items() if found is not None}
+        self._there, self._copies = there, copies
         self._back, self._brought = back, brought
         self._by_reader: dict[Decision, list[Use]] = defaultdict(list)
         for use in problem.uses:
@@ -62,8 +65,29 @@ class Changes:
         return self._by_reader[decision]
 
     def forward(self, decision: Decision) -> Terms:
-        """Return what the copies that a group asks for hold in the forward: they stay until it has run."""
-        return [(self.there[use], 1.0) for use in self.read_by(decision) if use in self.there]
+        """Return the most that a group holds in the forward: while the copies that it asks for are made, and while it runs."""
+        assert decision.region_class is not None
+        moments: dict[tuple[Use | None, ...], Terms] = {}
+        uses = sorted(self.read_by(decision), key=lambda use: self._when_made(use, decision))
+        for member in sorted({0, decision.region_class.multiplicity - 1}):
+            made: list[Use] = []
+            for use in uses:
+                if member in use.members and use in self._there:
+                    moments[*made, use] = [*self._there[use], *self._all_copies(made)]
+                    made.append(use)
+            choices = self.sharding.choice[decision]
+            running = _positive([(column, size / MIB) for column, size in zip(choices, decision.workspace_bytes)])
+            moments[*made, None] = [*self._all_copies(made), *running]
+        return self.model.largest(CHANGING, moments.values())
+
+    def _when_made(self, use: Use, decision: Decision) -> tuple[float, int]:
+        """Return what orders the copies that a group reads as they are made: in buckets first, then op by op."""
+        if gathered_first(use, self.sharding):
+            return -math.inf, 0
+        return min((demand.until, demand.place) for demand in use.demands if demand.decision is decision)
+
+    def _all_copies(self, uses: Sequence[Use]) -> Terms:
+        return [term for use in uses for term in self._copies[use]]
 
     def backward(self, decision: Decision, place: int) -> Terms:
         """Return what bringing back the gradients that a group's op completes holds beyond those: one after the other.
@@ -113,13 +137,6 @@ class Changes:
         ops = [op for op in first.decision.backwards if op.place == first.place]
         return any(use.tensor in op.shares for op in ops)
 
-    def _sum(self, terms: list[tuple[int, float]]) -> int | None:
-        if not (terms := _positive(terms)):
-            return None
-        column = self.model.column()
-        self.model.row(CHANGING, [*terms, (column, -1.0)], 0.0, 0.0)
-        return column
-
 
 class ForwardMemory:
     """The left sides of the forward's rows."""
@@ -149,8 +166,7 @@ class ForwardMemory:
                 terms += self.changes.forward(decision) + self.changes.shared.forward(region_class, position)
                 terms += self.changes.buckets.forward(region_class, position)
                 terms += self.recompute.on_the_way(region_class)
-                spaces = zip(self.sharding.choice[decision], decision.workspace_bytes)
-                yield decision, terms + _positive([(column, size / MIB) for column, size in spaces])
+                yield decision, terms
         yield from self._results()
 
     def _results(self) -> Iterator[tuple[Decision, Terms]]:
