@@ -72,7 +72,8 @@ class Moments:
             brought = [*self.changes.brought(decision, op.place), *self._beside(op)]
             running = [*self.sharding.chosen_mib(decision, op.running_bytes), *given, *brought]
             buffer = opened if op.place < opens_at else []
-            moments.append([*running, *buffer, *self._released(decision, op.place + 1)])
+            given_too = self.waiting.given_too(decision, op.place)
+            moments.append([*running, *buffer, *given_too, *self._released(decision, op.place + 1)])
             changing = self.changes.backward(decision, op.place)
             buffer = opened if op.place <= opens_at else []
             if changing or buffer:

@@ -3,11 +3,13 @@
     at the tensor    Σ bytes at rest · x                 from the backward of its last reader on, until that of its producer
                      Σ f · padding of a gather           beyond that, where one reader alone gives it
                      D ≥ Σ f · padding − most · Σ {f that bring it back}     where a sum hands on one that was gathered
+    handed to two    −B, B ≤ Σ {f that bring no gradient back} · bytes     of what waits, while it is what a group is given too
     at a copy        Z ≥ Σ_n f[n, w] · (bytes of w's gradient − bytes at rest) − most · Σ {x of readers that do not want w}
 
 Readers of one copy (q, k and v of the same input) add up their gradients in the copy's layout, in which each is often whole, and
 only the sum is brought back to the layout of the tensor. So Z stands beside x from the backward of the first of them to that of
-the last. Where readers ask for different copies, none waits there.
+the last. Where readers ask for different copies, none waits there. A sum gives all its terms one memory: what one of them waits
+with is what the backward of the other begins with, unless either is brought to another layout.
 """
 
 from __future__ import annotations
@@ -20,11 +22,12 @@ from ...program.transition import gradient_layout
 from ..problem.group_backward import runs_before
 from ..problem.problem import Decision, Problem, Source, Use, Want
 from .milp import MIB, Model, Terms
-from .sharding import Sharding, ones, wants_of
+from .sharding import Sharding, has_one_want, ones, wants_of
 from .tied import Place
 
 HANDED_ON = "a gradient that was gathered is handed on"
 AT_A_COPY = "gradients of one copy's readers add up there"
+HANDED_TO_TWO = "a gradient that a sum hands to two terms"
 
 
 class WaitingGradients:
@@ -41,6 +44,7 @@ class WaitingGradients:
         """What a gradient holds more because it was gathered."""
         self._handed_on: dict[tuple[Source, Use], int] = {}
         self._columns: dict[tuple[Use, bool], int] = {}
+        self._both: dict[tuple[Use, ...], int] = {}
 
     def of_outputs(self, decision: Decision) -> Terms:
         """Return what the gradients at which a group's backward begins hold more because they were gathered."""
@@ -74,6 +78,49 @@ class WaitingGradients:
         for use in self.uses:
             terms += self._at_copy(use, region, position)
         return terms
+
+    def given_too(self, decision: Decision, place: int) -> Terms:
+        """Return the (negative) terms of what waits, and is what a group's backward is given, until its op at `place` has run."""
+        assert decision.group is not None
+        assert decision.region_class is not None
+        ends = (decision.region_class.members[0].index, decision.region_class.members[-1].index)
+        given = [source for source in self.reads if source.decision is decision]
+        if len(given) != 1 or given[0].tensor not in decision.group.ops[place].outputs:
+            return []
+        found = [self._read_with(given[0], region) for region in ends]
+        uses = tuple(dict.fromkeys(use for pair in found for use in pair))
+        return [(self._in_both(uses), -1.0)] if all(found) and all(map(has_one_want, uses)) else []
+
+    def _read_with(self, source: Source, region: int) -> tuple[Use, ...]:
+        """Return the only read of what a group makes, with that of another tensor to which its reader alone gives the same memory.
+
+        Empty where there is none, or where another reader has given that tensor's gradient a part before the group runs backward.
+        """
+        own = self.reads[source].get(region, ())
+        if len(own) != 1:
+            return ()
+        here, (place, use) = (region, _position(source)), own[0]
+        reader = next(demand.decision for demand in use.demands if demand.position == place[1])
+        shares = next((op.shares for op in reader.backwards if use.tensor in op.shares), frozenset())
+        for other, instances in self.reads.items() if len(shares) > 1 else ():
+            for made, reads in instances.items():
+                is_alone = reads[-1][0] == place and (len(reads) == 1 or reads[-2][0] <= here)
+                if is_alone and (made, _position(other)) < here and reads[-1][1].tensor in shares - {use.tensor}:
+                    return use, reads[-1][1]
+        return ()
+
+    def _in_both(self, uses: tuple[Use, ...]) -> int:
+        """Return the column of the MiB of a gradient that is handed to all of them, at most what each is not brought back of."""
+        if uses not in self._both:
+            self._both[uses] = column = self.model.column()
+            for use in uses:
+                same = [
+                    (flow, -self.problem.costs.block_bytes(use.source.tensor, native) / MIB)
+                    for native, want, flow in self.flows[use]
+                    if want[1] == gradient_layout(native)
+                ]
+                self.model.row(HANDED_TO_TWO, [(column, 1.0), *same], upper=0.0)
+        return self._both[uses]
 
     def _at_copy(self, use: Use, region: int, position: float) -> Terms:
         """Return the term of what readers of one copy in a region have added up, and the last of them still adds to."""
