@@ -100,11 +100,16 @@ def test_attention_split_along_queries_saves_all_keys_and_values():
     assert seen
 
 
-def excess(solver: Solver, options: Options) -> float | None:
-    """Return how many times what the rows count of the plan of a sharding that holds least it holds; None where there is none."""
-    model, sharding, _, memory = solver.full()
+def excess(solver: Solver, options: Options, *, is_spare: bool = False) -> float | None:
+    """Return how many times what the rows count of the plan of a sharding that holds least it holds; None where there is none.
+
+    is_spare: nothing is rerun that nothing needs, of which a part would count as a part.
+    """
+    model, sharding, recompute, memory = solver.full()
     set_budget(model, memory, math.inf)
-    found = model.solve(fixed=held_at(sharding, options), cost={memory.peak: 1.0}, gap=1e-3)
+    again = [*recompute.rerun.values(), *recompute.convert.values()] if is_spare else []
+    cost = {memory.peak: 1.0, **dict.fromkeys(again, 1e-6)}
+    found = model.solve(fixed=held_at(sharding, options), cost=cost, gap=1e-3)
     if found.values is None:
         return None
     return solver.answer(found, 0.0).simulation.peak_bytes / memory.peak_bytes(found.values)
@@ -112,9 +117,9 @@ def excess(solver: Solver, options: Options) -> float | None:
 
 HELD = {
     # gathers and exchanges are padded: a batch of 4 on 8 devices; sums hand padding on; gradients wait that came before
-    ("vit-tiny", "8xa100"): 0.003,
+    ("vit-tiny", "8xa100"): 0.005,
     ("resnet-tiny", "8xa100"): 0.007,  # buffers and statistics of norms take whole blocks of the allocator
-    ("bert-tiny", "8xa100"): 0.002,  # readers of one copy add up their gradients there, whole
+    ("bert-tiny", "8xa100"): 0.0025,  # readers of one copy add up their gradients there, whole
     ("gpt2-tiny", "8xa100"): 0.003,
     ("gpt2-tiny", "2x2xh100"): 0.003,  # q, k and v are views; gradients come to rest as blocks of their own
     ("llama-tiny", "2x2xh100"): 0.0035,  # a group whose ops are apart: silu(gate) · up
@@ -254,11 +259,12 @@ class Rotated(nn.Module):
         return torch.tanh(self.down(torch.sin(heads[0] + heads[1]).mean(-2))).sum()
 
 
-def of_recipe(program: Program, hardware: str, recipe: str, way: Overlap) -> float:
+def of_recipe(program: Program, hardware: str, recipe: str, way: Overlap, *, is_spare: bool = False) -> float:
     """Return the same as `excess`, of the first sharding that a recipe allows."""
     (place,) = task(program, hardware).places
     allowed = restriction(place.problem, recipe).allowed
-    found = excess(place.solver.travelling(way), {each: min(allowed[each]) for each in place.problem.decisions})
+    options = {each: min(allowed[each]) for each in place.problem.decisions}
+    found = excess(place.solver.travelling(way), options, is_spare=is_spare)
     assert found is not None
     return found
 
@@ -272,6 +278,38 @@ def test_what_runs_backward_before_groups_behind_counts_what_waits_for_those(
     given = (torch.ones(256, 16), torch.ones(8), torch.ones(8))
     program = build_program(cached_capture(Rotated(num_rotated), given, lambda out, _: out))
     assert least < of_recipe(program, hardware, "fsdp", "none") < 1.004
+
+
+class Gated(nn.Module):
+    """A block whose gate runs its activation before the projection that it multiplies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(16, 256, bias=False), nn.Linear(16, 256, bias=False)
+        self.down = nn.Linear(256, 16, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+def test_operands_are_converted_one_after_the_other_and_an_early_op_runs_again_early() -> None:
+    """Of the product's two operands only one is on its way at once; the activation is there when the second is made again."""
+    blocks = nn.Sequential(*(Gated() for _ in range(4)))
+    program = build_program(cached_capture(blocks, (torch.ones(64, 16),), lambda out, _: out.square().mean()))
+    (place,) = task(program, "2xh100", mesh=(2,)).places
+    solver, rng = place.solver.travelling("none"), random.Random(1)
+    drawn = [{each: rng.randrange(len(each.options)) for each in solver.full()[1].choice} for _ in range(24)]
+    ratios = [ratio for options in drawn if (ratio := excess(solver, options)) is not None]
+    assert len(ratios) >= 20
+    assert min(ratios) > 0.985
+    assert max(ratios) < 1.008
+
+
+@pytest.mark.parametrize("recipe", ["ddp", "fsdp"])
+def test_a_gradient_that_a_sum_hands_to_two_branches_counts_once(recipe: str) -> None:
+    """Both branches of a residual block begin their backward with it, one while it waits for the other."""
+    found = of_recipe(tiny_program("resnet-tiny"), "2xh100", recipe, "none", is_spare=True)
+    assert found == pytest.approx(1.0, rel=0.002)
 
 
 @pytest.mark.parametrize("recipe", ["ddp", "fsdp"])
