@@ -19,6 +19,7 @@ from trainwright.planner.model.recompute import RERUN_EPSILON_S
 from trainwright.planner.model.sharding import has_one_want
 from trainwright.planner.problem.problem import Decision, Problem, Source, Stored, Use, Want, readers_end
 from trainwright.program.layout import Layout
+from trainwright.program.program import Tensor
 from trainwright.program.transition import gradient_layout
 
 Options = Mapping[Decision, int]
@@ -470,7 +471,8 @@ class Oracle:
                 here, away = decision.group.index, fate.leaves.get(decision, 0)
                 num = decision.count - fate.reruns.get(decision, 0) - away
                 members = range(decision.count)
-                share, when = inner * away / len(members), here - 0.25
+                moments = [decision.inner_until, *(_moment(decision, tensor) for tensor in decision.inner_tensors)]
+                share, when = inner * away / len(members), _before(min(moments), 1)
                 yield Piece(decision, members, {here: inner * num}, here, inner, False, here, share, when, when)
         for use in dict.fromkeys(use for use, _ in self.changed):
             yield self._copies(fate, use)
@@ -486,15 +488,14 @@ class Oracle:
         readers = [d.position for d in use.demands if any(d.saves)] or [0]
         needed = sum(size for want, (size, _) in converted.items() if _is_saved(use, want))
         again = sum(size * fate.converts.get((use, want), 0) / use.count for want, (size, _) in converted.items())
-        positions = [demand.position for demand in use.demands]
-        when = min(positions) - 0.75, max(positions) - 0.5
+        when = _before(min(d.until for d in use.demands), 3), max(d.position for d in use.demands) - 0.5
         end = readers_end([d for d in use.demands if any(d.saves)] or use.demands)
         return Piece(use, use.members, made, min(readers), needed, False, max(readers), away, *when, again, end)
 
     @_of_the_sharding
     def _when_remade(self, stored: Stored) -> tuple[float, float]:
         """Return the moment of the reruns that makes an output again, and until when it is still to be read."""
-        own = stored.source.decision.group.index
+        own = _moment(stored.source.decision, stored.source.tensor)
         readers = [demand.position for use in stored.uses if use.inside for demand in use.demands]
         return own, max([own, *(position - 0.5 for position in readers)])
 
@@ -569,7 +570,8 @@ class Oracle:
         moments = [0.0]
         for op in decision.backwards:
             before = self._brought_before(decision, op.place)
-            moments.append(op.running_bytes[option] + before - self._released_bytes(pieces, decision, op.place + 1))
+            running = op.running_bytes[option] + before - self._given_too(decision, op.place)
+            moments.append(running - self._released_bytes(pieces, decision, op.place + 1))
             if brought_back := self._brought_back_bytes(decision, op.place):
                 released = self._released_bytes(pieces, decision, op.place)
                 moments.append(op.made_bytes[option] + before + brought_back - released)
@@ -580,6 +582,52 @@ class Oracle:
                 beside = self._beside if is_last else self._not_yet_made
                 moments.append(decision.given_bytes[option] + held + beside(fate, pieces, decision, moment, use))
         return float(max(moments))
+
+    @_of_the_sharding
+    def _given_too(self, decision: Decision, place: int) -> float:
+        """Return what the group is given that waits for another one in the same memory, handed to both by a sum."""
+        sources = [
+            source for source in dict.fromkeys(use.source for use in self._gradients()) if source.decision is decision
+        ]
+        if len(sources) != 1 or sources[0].tensor not in decision.group.ops[place].outputs:
+            return 0.0
+        uses: list[Use] = []
+        for member in (decision.region_class.members[0], decision.region_class.members[-1]):
+            own = self._reads(sources[0], member.index)
+            if len(own) != 1:
+                return 0.0
+            here, (at, use) = (member.index, decision.group.index), own[0]
+            reader = next(demand.decision for demand in use.demands if demand.position == at[1])
+            shares = next((op.shares for op in reader.backwards if use.tensor in op.shares), frozenset())
+            others = [
+                reads[-1][1]
+                for other in self._gradients()
+                for made, _ in other.reaches()
+                if (made, other.source.decision.group.index) < here and other.tensor in shares - {use.tensor}
+                if (reads := self._reads(other.source, made))[-1][0] == at
+                and all(seen <= here for seen, _ in reads[:-1])
+            ]
+            if not others:
+                return 0.0
+            uses += [use, others[0]]
+        if not all(map(has_one_want, uses)):
+            return 0.0
+        kept = [all(want[1] == gradient_layout(self._native(use)) for want in self.wants[use]) for use in uses]
+        return min(self._size_of(use) * is_kept for use, is_kept in zip(uses, kept))
+
+    def _gradients(self) -> list[Use]:
+        return [use for use in self.problem.uses if not use.source.is_param and use.tensor.requires_grad]
+
+    def _reads(self, source: Source, made: int) -> list[tuple[tuple[int, int], Use]]:
+        """Return where the instance of a tensor that a region made is read, in order, and by which use."""
+        found = [
+            ((region, demand.position), use)
+            for use in self._gradients()
+            for by, region in use.reaches()
+            if use.source is source and by == made
+            for demand in use.demands
+        ]
+        return sorted(found, key=lambda read: read[0])
 
     def _not_yet_made(
         self, fate: Fate, pieces: list[Piece], decision: Decision, moment: float, use: Use | None
@@ -627,7 +675,7 @@ class Oracle:
                 held[use] = held.get(use, 0.0) + share * self._converted_bytes(use, want, is_last)
         for use, size in held.items():
             if size or is_last:
-                yield min(demand.position for demand in use.demands) - 0.5, size, use
+                yield _before(min(demand.until for demand in use.demands), 2), size, use
 
     @_of_the_sharding
     def _converted_bytes(self, use: Use, want: Want, is_last: bool) -> float:
@@ -714,18 +762,23 @@ class Oracle:
         for stored in self._passing(decision):
             staying = fate.kept[stored] - fate.leaves.get(stored, 0)
             total += self._size(stored) * (1 - staying / stored.source.decision.count)
-        total += self._in_flight_bytes(fate, decision) + decision.workspace_bytes[self.options[decision]]
-        return total + self._want_bytes(decision) + self._copies_bytes(decision)
+        total += self._in_flight_bytes(fate, decision)
+        return total + self._asked_bytes(decision) + self._copies_bytes(decision)
 
     @_of_the_sharding
-    def _want_bytes(self, decision: Decision) -> float:
-        """Return the bytes held while the layouts of all that the group reads are changed."""
-        total = 0.0
-        for use in self._read_by(decision):
-            native = self._native(use)
-            own = [want for want in self.wants[use] if (use.source, want) not in self.shared]
-            total += sum(self.problem.costs.change_bytes(use.source.tensor, native, want[0]) for want in own)
-        return total
+    def _asked_bytes(self, decision: Decision) -> float:
+        """Return the most that the group holds while what it reads is brought to other layouts, one after the other, or runs."""
+        costs, most = self.problem.costs, 0.0
+        for member in (0, decision.count - 1):
+            made = 0.0
+            for use in sorted(self._read_by(decision), key=lambda use: _first_read(use, decision)):
+                native = self._native(use)
+                own = [w for w in self.wants[use] if (use.source, w) not in self.shared and w[0] != native]
+                if own and member in use.members:
+                    most = max(most, made + sum(costs.change_bytes(use.source.tensor, native, w[0]) for w in own))
+                    made += sum(costs.copy_bytes(use.source.tensor, native, w[0]) for w in own)
+            most = max(most, made + decision.workspace_bytes[self.options[decision]])
+        return most
 
     @_of_the_sharding
     def _passing(self, decision: Decision) -> set[Stored]:
@@ -742,6 +795,20 @@ class Oracle:
                 if here and (not use.inside or made <= position):
                     found.add(stored)
         return found
+
+
+def _first_read(use: Use, decision: Decision) -> tuple[float, int]:
+    return min((demand.until, demand.place) for demand in use.demands if demand.decision is decision)
+
+
+def _moment(decision: Decision, tensor: Tensor) -> float:
+    """Return when, among the groups of its region, the op of a group that makes a tensor runs."""
+    return decision.group.moment(tensor.producer, decision.region_class.groups)
+
+
+def _before(moment: float, num: int) -> float:
+    """Return what comes `num` steps before ops that run at a moment: half as long ones before those that run between two groups."""
+    return moment - num * (0.25 if moment % 1 == 0 else 0.125)
 
 
 def _is_saved(use: Use, want: Want) -> bool:
