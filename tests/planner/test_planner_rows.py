@@ -117,9 +117,9 @@ def excess(solver: Solver, options: Options, *, is_spare: bool = False) -> float
 
 HELD = {
     # gathers and exchanges are padded: a batch of 4 on 8 devices; sums hand padding on; gradients wait that came before
-    ("vit-tiny", "8xa100"): 0.005,
+    ("vit-tiny", "8xa100"): 0.003,
     ("resnet-tiny", "8xa100"): 0.007,  # buffers and statistics of norms take whole blocks of the allocator
-    ("bert-tiny", "8xa100"): 0.0025,  # readers of one copy add up their gradients there, whole
+    ("bert-tiny", "8xa100"): 0.002,  # readers of one copy add up their gradients there, whole
     ("gpt2-tiny", "8xa100"): 0.003,
     ("gpt2-tiny", "2x2xh100"): 0.003,  # q, k and v are views; gradients come to rest as blocks of their own
     ("llama-tiny", "2x2xh100"): 0.0035,  # a group whose ops are apart: silu(gate) · up
@@ -129,6 +129,8 @@ HELD = {
     ("mixtral-tiny", "2xh100"): 0.001,  # experts
 }
 """By model and hardware, how far rows may be from the simulation."""
+HELD_AHEAD = {("vit-tiny", "8xa100"): 0.005, ("bert-tiny", "8xa100"): 0.0025}
+"""The same of what holds least `ahead`, where that is another."""
 WAYS = ("none", "buckets", "ahead")
 
 
@@ -150,7 +152,8 @@ def test_the_plan_that_holds_least_by_the_rows_holds_as_much(name: str, hardware
     (place,) = task(tiny_program(name), hardware, mesh=mesh).places
     least = place.solver.travelling(way).least(place.settings("joint"))
     assert isinstance(least, Least)
-    assert math.isclose(least.answer.simulation.peak_bytes, least.rows_peak, rel_tol=HELD[name, hardware])
+    held = HELD[name, hardware] if way != "ahead" else HELD_AHEAD.get((name, hardware), HELD[name, hardware])
+    assert math.isclose(least.answer.simulation.peak_bytes, least.rows_peak, rel_tol=held)
 
 
 @pytest.mark.parametrize(

@@ -120,11 +120,8 @@ class RerunMemory:
                 moments.append([*_unless(none, chosen), *self._gathered(region_class, at), *later(at)])
         for use, found in self._converting[region_class].items():
             if 0 in use.members:
-                moment, none, held = (
-                    converting_moment(use, self.sharding),
-                    self._none(use),
-                    [*found.changes, *found.operand],
-                )
+                moment, none = converting_moment(use, self.sharding), self._none(use)
+                held = [*found.changes, *found.operand]
                 if none is not None and has_one_want(use):
                     held = [*_unless(none, found.chosen), *later(moment, use)]
                 moments.append([*held, *self._gathered(region_class, moment)])

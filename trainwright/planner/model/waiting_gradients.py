@@ -110,7 +110,7 @@ class WaitingGradients:
         return ()
 
     def _in_both(self, uses: tuple[Use, ...]) -> int:
-        """Return the column of the MiB of a gradient that is handed to all of them, at most what each is not brought back of."""
+        """Return the column of the MiB of a gradient that is handed to all of them: 0 where one is brought to another layout."""
         if uses not in self._both:
             self._both[uses] = column = self.model.column()
             for use in uses:

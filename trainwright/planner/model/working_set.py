@@ -102,9 +102,10 @@ def when_converted(use: Use, sharding: Sharding) -> tuple[float, float]:
 
 
 def before(moment: float, num: int) -> float:
-    """Return the last moment of reruns but `num` before one at which ops run, of four between two of them.
+    """Return the moment of reruns that comes `num` steps before one at which ops run.
 
-    Groups run at integers; ops that run before groups ahead of their own, half way between two (`Group.moment`).
+    Groups run at integers, with four steps from one to the next. Ops that run before groups ahead of their own do so half way
+    between two (`Group.moment`), and the steps before them are half as long.
     """
     return moment - num * (0.25 if moment == int(moment) else 0.125)
 
