@@ -308,6 +308,13 @@ def test_operands_are_converted_one_after_the_other_and_an_early_op_runs_again_e
     assert max(ratios) < 1.008
 
 
+def test_where_the_update_holds_most_what_is_left_of_the_parameter_before_counts() -> None:
+    """Of few rows in wide layers; torch's loop keeps the root of the last second moment until it has made the next one."""
+    layers = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(6)))
+    program = build_program(cached_capture(layers, (torch.ones(16, 256),), lambda out, _: out.square().mean()))
+    assert of_recipe(program, "2xh100", "ddp", "none") == pytest.approx(1.0, rel=0.005)
+
+
 @pytest.mark.parametrize("recipe", ["ddp", "fsdp"])
 def test_a_gradient_that_a_sum_hands_to_two_branches_counts_once(recipe: str) -> None:
     """Both branches of a residual block begin their backward with it, one while it waits for the other."""

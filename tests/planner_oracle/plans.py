@@ -11,7 +11,7 @@ from tests.planner_oracle.fates import Fate, Kept
 from tests.planner_oracle.forward import Forward
 from tests.planner_oracle.pieces import Piece, Pieces
 from tests.planner_oracle.seconds import Seconds
-from tests.planner_oracle.sharding import Options, Part, Sharding
+from tests.planner_oracle.sharding import Options, Part, Sharding, of_the_sharding
 from trainwright.planner.model.offload_states import STATES_IN_WINDOW
 from trainwright.planner.problem.problem import Decision, Problem, Source, Stored, Use, Want
 
@@ -131,7 +131,19 @@ class Oracle(Part):
         gradients = sum(decision.count * decision.rest_bytes[at[decision]] for decision in trained)
         results = [stored for stored in self.problem.stored if stored.is_result(self.sharding.native_of(stored))]
         held = sum(self.sharding.size(stored) * fate.kept[stored] for stored in results) + self.sharding.sums_bytes()
-        return gradients + held + max((decision.step_bytes[at[decision]] for decision in trained), default=0)
+        return gradients + held + self._steps_bytes()
+
+    @of_the_sharding
+    def _steps_bytes(self) -> int:
+        """Return the most that the optimizer holds: of one parameter, with what is left of the one before it."""
+        owner = {tensor: decision for decision in self.problem.params for tensor in decision.tied}
+        most = left = 0
+        for tensor in self.problem.program.params:
+            if tensor.requires_grad:
+                decision = owner[tensor]
+                most = max(most, left + decision.step_bytes[self.options[decision]])
+                left = decision.left_bytes[self.options[decision]]
+        return most
 
     def _window_bytes(self, fate: Fate) -> float:
         sizes = [self.sharding.state_bytes(param) * num / param.count for param, num in fate.states.items()]

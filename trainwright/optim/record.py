@@ -89,6 +89,8 @@ class OptimizerRecord:
     """Peak bytes that the step allocates and frees again for one parameter: of its shape, bytes an element, options."""
     defaults: Options = field(default_factory=dict)
     """Keywords given to `cls` unless the user says otherwise."""
+    left_copies: int | Callable[[Options], int] = 0
+    """Copies of a parameter that its loop still holds, in variables of its own, while it updates the next one."""
     reads: Reads = "element"
     extra_passes: tuple[ExtraPass, ...] = ()
     model_copies: int = 0
@@ -250,13 +252,27 @@ class OptimizerRecord:
     def step_temporary_bytes(self, shape: Shape, dtype: torch.dtype | str = "fp32", **options: Any) -> int:
         """Return the peak of what a step (`foreach=False`) allocates and frees again for a parameter of `shape`.
 
-        One parameter is updated after the other, so the largest of them counts, not their sum.
+        One parameter is updated after the other, so the largest of them counts, not their sum, with what is left of the one
+        before (`left_bytes`).
 
         >>> from trainwright.optim import record
         >>> record("sgd").step_temporary_bytes((10, 10)), record("adamw").step_temporary_bytes((10, 10))
         (0, 800)
         """
         return self.temporaries(tuple(shape), as_dtype(dtype).itemsize, {**self.defaults, **options})
+
+    def left_bytes(self, shape: Shape, dtype: torch.dtype | str = "fp32", **options: Any) -> int:
+        """Return what a step in its loop still holds of a parameter of `shape` while it updates the next one.
+
+        >>> from trainwright.optim import record
+        >>> record("adamw").left_bytes((10, 10)), record("adamw").with_options("fused").left_bytes((10, 10))
+        (400, 0)
+        """
+        merged = {**self.defaults, **options}
+        if merged.get("fused") or merged.get("foreach"):
+            return 0
+        copies = self.left_copies(merged) if callable(self.left_copies) else self.left_copies
+        return copies * math.prod(shape) * as_dtype(dtype).itemsize
 
     def held_bytes(self, shape: Shape, dtype: torch.dtype | str = "fp32", whole: Shape | None = None) -> int:
         """Return a parameter's part of what a step holds of all parameters at once: vectors of the whole model.

@@ -25,13 +25,16 @@ def records() -> tuple[OptimizerRecord, ...]:
 def _sgd_family() -> tuple[OptimizerRecord, ...]:
     momentum = per_element("momentum_buffer", option="momentum")
     return (
-        OptimizerRecord("sgd", optim.SGD, "Plain gradient steps", (momentum,), _sgd_temporaries),
+        OptimizerRecord(
+            "sgd", optim.SGD, "Plain gradient steps", (momentum,), _sgd_temporaries, left_copies=_sgd_left_copies
+        ),
         OptimizerRecord(
             "sgd-momentum",
             optim.SGD,
             "Gradient steps with heavy-ball or (nesterov=True) Nesterov momentum",
             (momentum,),
             _sgd_temporaries,
+            left_copies=_sgd_left_copies,
             defaults={"momentum": 0.9},
             paper="Sutskever et al. 2013, On the importance of initialization and momentum in deep learning",
         ),
@@ -50,6 +53,7 @@ def _sgd_family() -> tuple[OptimizerRecord, ...]:
             "Step sizes from the signs of successive gradients; for full batches",
             (per_element("prev"), per_element("step_size"), scalar("step")),
             lambda shape, element_bytes, options: 3 * math.prod(shape) * element_bytes,
+            left_copies=lambda options: int(bool(options.get("maximize"))),
             paper="Riedmiller & Braun 1993, A direct adaptive method for faster backpropagation learning",
         ),
     )
@@ -63,6 +67,7 @@ def _adaptive_family() -> tuple[OptimizerRecord, ...]:
             "Steps divided by the root of the summed squared gradients",
             (per_element("sum"), scalar("step")),
             _elementwise(1),
+            left_copies=1,
             paper="Duchi, Hazan & Singer 2011, Adaptive subgradient methods",
         ),
         OptimizerRecord(
@@ -71,6 +76,7 @@ def _adaptive_family() -> tuple[OptimizerRecord, ...]:
             "Adagrad with decaying averages and units of its own; hardly needs a learning rate",
             (per_element("square_avg"), per_element("acc_delta"), scalar("step")),
             _elementwise(2),
+            left_copies=1,
             paper="Zeiler 2012, arXiv:1212.5701",
         ),
         OptimizerRecord(
@@ -84,6 +90,7 @@ def _adaptive_family() -> tuple[OptimizerRecord, ...]:
                 scalar("step"),
             ),
             _elementwise(1),
+            left_copies=1,
             paper="Tieleman & Hinton 2012, Lecture 6.5; centered: Graves 2013, arXiv:1308.0850",
         ),
     )
@@ -95,7 +102,13 @@ def _adam_family() -> tuple[OptimizerRecord, ...]:
     adam_paper = "Kingma & Ba 2015, arXiv:1412.6980"
     return (
         OptimizerRecord(
-            "adam", optim.Adam, "Two moments, bias-corrected", with_amsgrad, _elementwise(2), paper=adam_paper
+            "adam",
+            optim.Adam,
+            "Two moments, bias-corrected",
+            with_amsgrad,
+            _elementwise(2),
+            left_copies=1,
+            paper=adam_paper,
         ),
         OptimizerRecord(
             "adamw",
@@ -103,6 +116,7 @@ def _adam_family() -> tuple[OptimizerRecord, ...]:
             "Adam with decoupled weight decay; the usual choice for transformers",
             with_amsgrad,
             _elementwise(2, decoupled=True),
+            left_copies=1,
             paper="Loshchilov & Hutter 2019, arXiv:1711.05101",
         ),
         OptimizerRecord(
@@ -119,6 +133,7 @@ def _adam_family() -> tuple[OptimizerRecord, ...]:
             "Adam with Nesterov momentum",
             (*moments, scalar("mu_product")),
             _elementwise(2),
+            left_copies=1,
             paper="Dozat 2016, Incorporating Nesterov momentum into Adam",
         ),
         OptimizerRecord(
@@ -144,6 +159,7 @@ def _matrix_family() -> tuple[OptimizerRecord, ...]:
             scalar("step"),
         ),
         _adafactor_temporaries,
+        left_copies=1,
         reads="tensor",
         real_only=True,
         reads_numbers=True,
@@ -214,6 +230,11 @@ def _adds_decay(options: Options, decoupled: bool) -> bool:
 
 def _sgd_temporaries(shape: Shape, element_bytes: int, options: Options) -> int:
     return _elementwise(int(bool(options.get("nesterov"))))(shape, element_bytes, options)
+
+
+def _sgd_left_copies(options: Options) -> int:
+    """Return 1 where the negated gradient is all that a step takes, and stays until the next one replaces it."""
+    return int(bool(options.get("maximize")) and not options.get("weight_decay") and not options.get("momentum"))
 
 
 def _adafactor_temporaries(shape: Shape, element_bytes: int, options: Options) -> int:

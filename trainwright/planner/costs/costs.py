@@ -128,6 +128,9 @@ class OptimizerCost(Protocol):
     def step_temporary_bytes(self, shape: Sequence[int], dtype: Any) -> int:
         """Return the peak bytes that its step allocates and frees again for one parameter."""
 
+    def left_bytes(self, shape: Sequence[int], dtype: Any) -> int:
+        """Return the bytes that its step still holds of one parameter while it updates the next."""
+
 
 @dataclass(eq=False)
 class CostModel:
@@ -507,6 +510,11 @@ class CostModel:
         held = own.step_temporary_bytes(self.local_shape(tensor, pieces), tensor.dtype)
         copies = 2 if own.reads == "tensor" else 1  # the parameter, too, is gathered
         return held if pieces == layout else held + copies * self.local_bytes(tensor, pieces)
+
+    def left_bytes(self, tensor: Tensor, layout: Layout, optimizer: OptimizerCost) -> int:
+        """Return the bytes that the optimizer still holds of a parameter's update while it makes the next one's."""
+        own = optimizer.of(tensor.key)
+        return own.left_bytes(self.local_shape(tensor, whole_pieces(tensor, layout, own.reads)), tensor.dtype)
 
     def local_shape(self, tensor: Tensor, layout: Layout) -> tuple[int, ...]:
         return local_shape(tensor.shape, tensor.slots, layout, self.mesh, None)

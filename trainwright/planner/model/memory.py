@@ -397,12 +397,17 @@ class _Builder:
         )  # fmt: skip
 
     def _step_terms(self) -> list[Terms]:
-        """Return what the optimizer holds at once: one parameter's temporaries, or those of all in its foreach form."""
-        each = [self.sharding.chosen_mib(decision, decision.step_bytes) for decision in self.problem.params]
-        if self.problem.optimizer.form != "foreach" or self.problem.costs.resting is not None:
-            return [terms for terms in each if terms]
-        counts = [decision.count for decision in self.problem.params]
-        return [[(column, num * size) for num, terms in zip(counts, each) for column, size in terms]]
+        """Return what the optimizer holds at once: of one parameter, with what is left of the one before; of all if `foreach`."""
+        each = {param: self.sharding.chosen_mib(param, param.step_bytes) for param in self.problem.params}
+        if self.problem.costs.resting is not None:  # parameters are updated one by one
+            return [terms for terms in each.values() if terms]
+        if self.problem.optimizer.form == "foreach":
+            return [[(column, param.count * size) for param, terms in each.items() for column, size in terms]]
+        found = [
+            [*each[param], *([] if last is None else self.sharding.chosen_mib(last, last.left_bytes))]
+            for last, param in self.problem.updated_in_turn
+        ]
+        return [terms for terms in found if terms]
 
 
 def _row_name(phase: str, decision: Decision, member: int) -> str:

@@ -252,6 +252,7 @@ class _Builder:
         least_bytes = 0 if rests else self.costs.min_offload_bytes
         decision.leaving_state_bytes.append(leaving_bytes if leaving_bytes >= least_bytes else 0)
         decision.step_bytes.append(self.costs.step_bytes(tensor, layout, self.optimizer) if trained else 0)
+        decision.left_bytes.append(self.costs.left_bytes(tensor, layout, self.optimizer) if trained else 0)
         decision.forward_s.append(0.0)
         decision.backward_s.append(self.costs.optimizer_s(tensor, layout, self.optimizer) if trained else 0.0)
         decision.inner_comm_s.append((0.0, 0.0))

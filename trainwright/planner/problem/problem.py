@@ -96,6 +96,8 @@ class Decision:
     leaving_state_bytes: list[int] = field(default_factory=list)
     """The bytes of optimizer states that may be offloaded; 0 where they have to stay."""
     step_bytes: list[int] = field(default_factory=list)
+    left_bytes: list[int] = field(default_factory=list)
+    """The bytes that the optimizer still holds of a parameter's update while it makes that of the next parameter."""
 
     def transient_bytes(self, option: int) -> int:
         """Return the most that the backward of one of the group's ops holds for a moment, incoming gradients included."""
@@ -272,6 +274,13 @@ class Problem:
     def stored_of(self) -> dict[Use, Stored]:
         """The memory of what each use reads, unless that is a parameter."""
         return {use: stored for stored in self.stored for use in stored.uses}
+
+    @cached_property
+    def updated_in_turn(self) -> list[tuple[Decision | None, Decision]]:
+        """The parameters that an optimizer updates one after the other, each with the one before it."""
+        owner = {tensor: param for param in self.params for tensor in param.tied}
+        trained = [owner[tensor] for tensor in self.program.params if tensor.is_trained]
+        return list(dict.fromkeys(zip([None, *trained], trained)))
 
     @cached_property
     def unit_s(self) -> float:
