@@ -1,23 +1,22 @@
-"""Memory rows of parameters that travel in buckets (`rank.travel`): what they hold beyond what they hold one by one.
+"""What parameters that travel in buckets hold (`rank.travel`), beyond what rows count of parameters that travel one by one.
 
-    forward    Σ f · bytes of the copy                 copies gathered already for a later group of the region; what one
-                                                       collective gathers is there until the last of it has been copied out
-    rerun      Σ C · bytes of the copy                 the same of what the backward gathers again
-    backward   Σ f · bytes before they are scattered   gradients that are there and wait for the end of the region's backward;
-                                                       and the places in their buffer of gradients that are not there yet
-               Σ f · what its collective takes         beyond the bytes at rest, of gradients that are reduced by themselves
-                                                       and wait for that end
-               Σ f · bytes of sums that stay whole     the places in their buffer of gradients that are not there yet
-    backward   −Σ f · bytes at rest                    of gradients that are scattered when the region's backward ends; the rows
-               count them there as what comes at a moment (`coming_to_rest`)
-    at rest    Σ f · what whole blocks add             of gradients that end in memory of their own, not as a part of a buffer
-    ahead      forward: the copies of the next region; backward: the gradients of the region before, which are in flight,
-               and the copies that the next region gathers again, if both do; the last of several instances stands for those
-               between, which have an instance on either side (`_between`)
+    forward    Σ f · bytes of the copy            of copies gathered for later groups of the region. What one collective gathers is
+                                                  there until the last of it has been copied out
+    reruns     Σ C · bytes of the copy            the same, of what the backward gathers again
+    backward   Σ f · bytes of the gradient        of gradients that wait to be scattered when the region's backward ends, and of
+                                                  the places in their buffer that are still empty
+               Σ f · (what its collective holds − bytes at rest)     of a gradient that is reduced by itself, up to that end
+               Σ f · bytes of the gradient        of the empty places in the buffer of the sums that stay whole
+               − Σ f · bytes at rest              of gradients that are scattered: the rows count a region's gradients at rest
+                                                  throughout its backward, and these come to rest at its end, which is a moment
+                                                  by itself (`coming_to_rest`)
+    at rest    Σ f · what rounding to blocks adds     of gradients that end in memory of their own, not as a part of a buffer
+    ahead      in the forward the copies for the next region; in the backward the gradients of the region behind, which are on
+               their way, and the copies that the region before gathers again, if it does. The row of the last instance also
+               stands for the instances between, which have both (`_between`)
 
-A buffer is allocated when its first gradient comes, after the kernels that make it (`opened`). In small programs one buffer
-holds all gradients, so its places are known; in larger ones the rows count the share of all gradients that one buffer holds
-(`held_share`).
+A buffer is allocated when its first gradient has been made (`opened`). In a small program one buffer holds all gradients, so
+its places are known; in a larger one the rows count the share of all gradients that one buffer holds (`held_share`).
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
-"""The memory rows of the forward, group by group, and the memory of changes of layout while they are made.
+"""The memory rows of the forward, one for each group, and what changes of layout hold while they are made.
 
-    kept        of the regions behind, and of the own one what is there already
-    passing     made, still to be read in the forward, and not kept for the backward
-    a moment's  the largest of: Σ f[u, n, w] · (the most that the way from n to w holds, its result included) for one of the copies
-                that the group asks for, with those made before it; all of them, and what the group's kernels hold for a moment
-    shared      copies of parameters that regions behind and regions ahead read (`tied`)
+A row is that of the last instance of a class, when most is kept. It adds up
 
-Rows are for the last instance of a class: most is kept by then. The backward brings gradients back by the same ways, one after
-the other, and those that came before wait; `Changes` holds both directions.
+    kept        what the regions before this one, and the groups before this one in the region, keep for the backward
+    passing     results that the forward still reads and nothing keeps for the backward
+    a moment's  the largest of these: for each copy that the group asks for, Σ f[u, n, w] · (the most that the change from n to w
+                holds, its result included) with the copies made before it; all copies, with the scratch memory of its kernels
+    shared      copies of parameters that one region before and one behind read (`tied`)
+
+The backward brings gradients back by the same changes of layout, one after the other, while those already brought back wait.
+`Changes` has the terms of both directions.
 """
 
 from __future__ import annotations

@@ -1,23 +1,28 @@
-"""The memory rows: what is alive while each group's backward runs, and at the update, against the budget.
+"""The memory rows: at every moment of a step that may be its peak, what the device holds is within the budget.
 
-    static        buffers, parameters at rest, optimizer states that are not offloaded; what is read from disks (`resting`)
-    kept          of every region not yet gone through backwards
-    own           of the own instance, what its remaining backward waits for, kept or rederived (`working_set`)
-    gradients     of activations that wait (`waiting_gradients`), of the parameters of the regions already gone through;
-                  with micro-batches of all parameters, and those are static; where parameters rest on a tier, what updates
-                  of these hold, with the states that come, or the most that may be under way at once;
-                  sums that wait for another reader (`tied`)
-    in flight     what is offloaded on its way out, or on its way back before it is asked for (`offload`)
-    a moment's    the largest of: the incoming gradients, the gradients that are made and the kernels' scratch memory; the
-                  gradients that were made and the most that bringing one of them back holds; at the beginning of a region's
-                  backward, what a call that is run again reads and makes and nobody keeps, with what its kernels take; at
-                  its end, in buckets, the gradients that come to rest
-    update        static, all parameters' gradients, what the caller holds, the optimizer's own temporaries, and the
-                  offloaded states that have come back (`offload_states`)
+A row stands for the forward of a group of ops (`forward_memory`), for the backward of one, or for the optimizer's step. Of a
+group's backward it adds up
 
-One row per group for the first and for the last instance of its class: at the last instance most is kept, at the first
-most gradients are there. Where the first reads in another layout than those behind it, one for the second too. The forward's
-rows stand in `forward_memory`. Sums per class are columns of their own, so that a row stays short.
+    static        buffers, parameters at rest, and the optimizer states that are not offloaded; values read from disks (`resting`)
+    kept          what the forward kept of the regions whose backward is still to come
+    own           what the rest of the region's own backward needs, kept by the forward or made again by a rerun (`working_set`)
+    gradients     of activations, from the first part to the backward of their producer (`waiting_gradients`); of parameters,
+                  those of the regions whose backward is done, and sums that wait for another region's part (`tied`). With
+                  micro-batches all gradients of parameters are there throughout, and are static. Where parameters rest on a
+                  tier, a gradient goes to its update at once, and rows count the updates under way (`update_memory`)
+    in flight     what is offloaded, on its way out or on its way back (`offload`)
+    a moment's    the most that the group's backward holds while one of its kernels runs or one gradient changes its layout
+                  (`moments`). Where a region's backward begins, reruns are such moments too (`rerun_memory`); where it ends, in
+                  buckets, the gradients that come to rest are one
+
+and of the optimizer's step the static bytes, all gradients of parameters, the outputs that the caller holds, what the optimizer
+allocates for a moment, and the offloaded states that have come back (`offload_states`).
+
+A group has a row for the first instance of its class, when most gradients of parameters are there, and one for the last, when
+most is kept; from one to the next both change by as much each time. Where the first instance reads its input in another layout
+than those behind it, the second has a row too. Sums over a class are columns of their own, so that rows stay short.
+
+Formulas in these files are in MiB, over the columns of `sharding` (x, f) and of `recompute` (K, r, C); a class has M instances.
 """
 
 from __future__ import annotations

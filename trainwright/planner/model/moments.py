@@ -1,10 +1,13 @@
 """What the backward of a group holds for a moment, op by op.
 
-    running    Σ x · (gradients that are there, and the op's scratch memory), the padding of those that were gathered
-    changing   Σ x · gradients, and the most that bringing those which the op completed to the layout they are due in holds
+An op has up to two moments, and the group's row (`memory`) counts the largest of all of them:
 
-Beside either stand what earlier ops' gradients hold more, or less, since they were brought back, and the buffer for gradients of
-parameters, if the group is the first to make one. What the backward of an op was the last to need is gone when that is done.
+    running     Σ x · (the gradients that are there, and the op's scratch memory), and the padding of gradients that were gathered
+    changing    Σ x · gradients, and the most that is held while one of those that the op completed changes its layout
+
+Both also count what gradients that earlier ops brought back hold more, or less, than as those ops made them; and, from the op
+on that makes the region's first gradient of a parameter, the buffer that it goes into. Neither counts saved tensors that
+earlier ops were the last to need: those are released.
 """
 
 from __future__ import annotations

@@ -1,21 +1,23 @@
-"""What reruns hold for a moment, where a region's backward begins.
+"""What reruns hold for a moment, before a region's backward begins.
 
-Reruns follow one another as the forward did: that of group i is moment i, what is converted for it comes at i − ½. Of a group whose
-ops are apart, what the early ones read and make comes before the groups between (`Group.moment`).
+A region reruns its groups in the order of the forward: group i at moment i, and what is converted for it shortly before
+(`working_set.before`). A group's ops may be apart; those that run before groups ahead of their own have a moment between these
+(`Group.moment`). Each rerun and each conversion is a moment of the row of the region's last group, whose backward follows,
+beside the gradients that this backward begins with. The last of M instances reruns a group where all of them do:
 
-    running       Σ r / M · (scratch, and what the group makes), and what one collective gathered again and waits to be copied out
-    converting    Σ C / M · (the most that the change of layout holds, its result included), and what one collective gathered again;
-                  of parameters in buckets before the first rerun, with the first of several steps, which was issued early
-    beside        what was made again and is still to be read or saved, and nothing that is made later (`Item.beside`): the row
-                  of the last group counts all that its backward begins with
+    running       Σ r / M · (the scratch memory of the group, and what it makes)
+    converting    Σ C / M · (the most that the change of layout holds, its result included). In buckets parameters are gathered
+                  before the first rerun; of a gather in several steps, the first is issued early, and what it leaves counts too
+    gathered      what one collective gathered again and the reruns still have to copy out (`bucket_memory`)
+    beside        what was made again before, and is still to be read or saved. What is made later is not there yet, and is taken
+                  off: the row counts it with all else that the region's backward begins with (`Item.beside`)
 
-Each stands beside the gradients at which the backward of the region's last group begins. Of several instances that holds for the
-last one, which is rerun where r = M. The first one is where r ≥ 1:
+The first instance reruns a group where any does:
 
-    none          N ∈ {0, 1},  1 − N ≤ Σ r ≤ M · (1 − N), of what is converted Σ C
-    running       Σ x · (scratch, what the group makes, and what it reads that no backward needs) − most · N
+    none          N ∈ {0, 1},  1 − N ≤ Σ r ≤ M · (1 − N); of a conversion with C in place of r
+    running       Σ x · (scratch memory, what the group makes, and what it reads that no backward needs) − most · N
     converting    Σ f · (the most that the change of layout holds, and its operand where no backward needs that) − most · N
-    beside        − A of all that is made at that moment or later, A ≤ P and A ≤ most · (1 − N)
+    beside        − A for each tensor that is made at that moment or later,  A ≤ P and A ≤ most · (1 − N)
 """
 
 from __future__ import annotations

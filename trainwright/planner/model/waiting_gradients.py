@@ -1,15 +1,16 @@
-"""Gradients of activations that have a part already, and wait for other readers' parts or for the backward of their producer.
+"""Gradients of activations that wait for other readers' parts, or for the backward of the op that made the tensor.
 
-    at the tensor    Σ bytes at rest · x                 from the backward of its last reader on, until that of its producer
-                     Σ f · padding of a gather           beyond that, where one reader alone gives it
-                     D ≥ Σ f · padding − most · Σ {f that bring it back}     where a sum hands on one that was gathered
-    handed to two    −B, B ≤ Σ {f that bring no gradient back} · bytes     of what waits, while it is what a group is given too
+    at rest          Σ bytes · x                       from the backward of the tensor's last reader up to that of its producer
+    padding          Σ f · padding                     beyond that, of a gradient that was gathered and has one reader
+                     D ≥ Σ f · padding − most · Σ {f that change its layout}     of one that a sum hands on as it was given
+    handed to two    −B,  B ≤ Σ {f that do not change its layout} · bytes        of one that waits, and is given to a backward too
     at a copy        Z ≥ Σ_n f[n, w] · (bytes of w's gradient − bytes at rest) − most · Σ {x of readers that do not want w}
 
-Readers of one copy (q, k and v of the same input) add up their gradients in the copy's layout, in which each is often whole, and
-only the sum is brought back to the layout of the tensor. So Z stands beside x from the backward of the first of them to that of
-the last. Where readers ask for different copies, none waits there. A sum gives all its terms one memory: what one of them waits
-with is what the backward of the other begins with, unless either is brought to another layout.
+Readers that share one copy (q, k and v of the same input) add up their gradients in the copy's layout, often whole, and the sum
+alone is brought back to the layout of the tensor: Z is what it holds more, from the backward of the first of these readers to
+that of the last. Readers of different copies bring back each part by itself, so no part waits at a copy. The backward of a sum
+gives all its terms the same memory, so where one term waits while the other's backward begins, B takes it off once, unless
+either changes its layout.
 """
 
 from __future__ import annotations

@@ -1,20 +1,21 @@
-"""The working set: the memory that a class of regions holds while the backward of one of its instances runs.
+"""The working set: what a class of regions keeps for its backward, and what one instance needs while its backward runs.
 
-What an instance's backward needs is there, kept or rederived: one instance of it at least. Reruns take the first r of M
-instances and the others keep, so of M − r kept ones all are there when the last instance's backward begins, and while
-it runs there are
+All that an instance's backward needs is on the device while it runs: the forward kept it, or a rerun has made it again. Of M
+instances the first r rerun and the others keep. The backward begins with the last one, so M − r instances are there then, and
+one at least:
 
-    present   P  =  bytes of one instance, where the backward needs the tensor at all
-    held      H  =  max(Σ bytes · K, P)     all instances' before the group that uses it last, and H − P after it
+    present   P  =  the bytes of one instance, where its backward needs the tensor at all
+    held      H  =  max(Σ bytes · K, P)     of all instances, while the last one's backward runs: H up to the backward of the group
+                                            that uses the tensor last, and H − P from there on
 
-No count of reruns enters, hence no big M: the relaxation pays for a whole instance, as the plan does. P is what the backward
-itself needs: what is only derived from is kept by the first instances, and is still there when the last one's backward is over.
+The rows count no reruns, so they have no big M, and the relaxation pays for a whole instance as the plan does. A tensor that no
+backward needs and reruns read is kept by the first instances; it has P = 0, and stays when the last one's backward is over.
 
-Of what is offloaded (`offload`), the K of the formulas are the instances that stay; and since it comes back when it is first
-asked for, not with the whole instance,
+With offloading (`offload`) K are the instances that stay. What is offloaded comes back when the backward first asks for it, not
+with the rest of its instance, so up to the backward of that group rows have W in place of P, and max(Σ bytes · K, W) in place
+of H:
 
-    waiting   W  =  P − bytes · O / M       in place of P before the group that uses it first, so max(Σ bytes · K, W) of H
-
+    waiting   W  =  P − bytes · O / M
 """
 
 from __future__ import annotations
