@@ -1,8 +1,8 @@
 """The search of one question: of all spaces that wait, the one with the least bound is searched next.
 
 One incumbent holds the fastest plan, what is proven, the clock and Ctrl-C (`incumbent`); a space says what may follow from its
-result (`ways`, `forms`). Each takes at most half of the time that is left, so that none starves those behind it, and so do all
-spaces of one rank where others wait.
+result (`ways`, `forms`). A space takes at most half of the time that is left, so that none starves those behind it, and so do all
+spaces of one priority together, where others wait.
 """
 
 from __future__ import annotations
@@ -70,21 +70,23 @@ def _look_through(incumbent: Incumbent, spaces: list[Space], is_one_mesh: bool =
 
 def _search_all(incumbent: Incumbent, spaces: list[Space], is_one_mesh: bool) -> None:
     order = itertools.count()
-    queue = [(space.rank, space.bound_s, next(order), space) for space in spaces]
+    queue: list[tuple[int, float, int, Space]] = [
+        (space.priority, space.bound_s, next(order), space) for space in spaces
+    ]
     heapq.heapify(queue)
-    whole, rank = incumbent.deadline, -1
+    whole, priority = incumbent.deadline, -1
     while queue:
-        if queue[0][0] > rank:
-            if rank >= 0 and incumbent.best is None:
+        if queue[0][0] > priority:
+            if priority >= 0 and incumbent.best is None:
                 whole.extend(incumbent.task.time_limit_s)  # nothing is known yet
-            rank = queue[0][0]
-            incumbent.deadline = whole if all(waits[0] == rank for waits in queue) else whole.first_part()
+            priority = queue[0][0]
+            incumbent.deadline = whole if all(waits[0] == priority for waits in queue) else whole.first_part()
         space = heapq.heappop(queue)[-1]
         if not space.is_wanted(incumbent):
             continue
         for new in itertools.chain(space.search(incumbent, not queue), following(space, incumbent)):
             if isinstance(new, Ways) or not is_one_mesh:
-                heapq.heappush(queue, (max(rank, new.rank), new.bound_s, next(order), new))
+                heapq.heappush(queue, (max(priority, new.priority), new.bound_s, next(order), new))
 
 
 def _tried(incumbent: Incumbent) -> str:

@@ -2,9 +2,8 @@
 
 A form trains the same model on the same batch: in more micro-batches, with its loss in chunks, without offloading, resting on the
 host, with sampled gradients. None makes a step faster by itself, but for the last; they take less memory, or are solved sooner,
-and are looked at where memory binds. Ranks order what changes the results: whole logits before a loss in chunks, exact gradients
-before sampled (1 is that of `ways.Ways` where all else found nothing). Stages come behind plans without any; where memory binds
-those, before.
+and are looked at where memory binds. Stages come behind plans without any or, where memory binds those, before them. `Priority` has
+the order of all.
 """
 
 from __future__ import annotations
@@ -20,23 +19,21 @@ from .model.outcome import Outcome
 from .pipeline.search import NoStagesFit, NotAllSeen, come_first, fastest_stages
 from .search.effort import GAP, NEAR
 from .task import Place, Task
-from .ways import Space, Ways
-
-RANK_PLAIN, RANK_STAGES, RANK_CHUNKS, RANK_SAMPLED = 0, 2, 3, 4
+from .ways import Priority, Space, Ways
 
 
-def spaces_of(task: Task, recipe: str, rank: int = RANK_PLAIN) -> list[Space]:
+def spaces_of(task: Task, recipe: str, priority: Priority = Priority.PLAIN) -> list[Space]:
     """Return the spaces that a question begins with."""
     if task.pipeline is not None:
-        staged = Stages(task, recipe, max(rank, RANK_STAGES))
+        staged = Stages(task, recipe, max(priority, Priority.STAGES))
         if task.pipeline != "auto" or recipe != "joint":
             return [staged]
         alone = _with(task, pipeline=None)
         if come_first(alone):
-            staged.rank = rank
-            return [staged, *spaces_of(alone, recipe, rank)]
-        return [*spaces_of(alone, recipe, rank), staged]
-    return [Ways(place, recipe, rank=rank) for place in _places(task, recipe)]
+            staged.priority = priority
+            return [staged, *spaces_of(alone, recipe, priority)]
+        return [*spaces_of(alone, recipe, priority), staged]
+    return [Ways(place, recipe, priority=priority) for place in _places(task, recipe)]
 
 
 def beginning(task: Task, recipe: str) -> list[Space]:
@@ -49,10 +46,12 @@ def beginning(task: Task, recipe: str) -> list[Space]:
     if may_offload and task.has_host and task.budget_bytes is not None and task.pipeline is None:
         first = _with(first, offload="host")
     if task.sampled and recipe == "joint" and not any(pin.endswith("=sampled") for pin in task.pins):
-        later.append(Form(partial(_with, first), recipe, rank=RANK_SAMPLED))
+        later.append(Form(partial(_with, first), recipe, priority=Priority.SAMPLED))
         first = _with(first, sampled=0.0)
     if first.chunked is not None and first.chunked.is_free:
-        later.append(Form(partial(first.chunked.task, first), recipe, rank=RANK_CHUNKS, is_needed=_may_gain_by_chunks))
+        later.append(
+            Form(partial(first.chunked.task, first), recipe, priority=Priority.CHUNKS, is_needed=_may_gain_by_chunks)
+        )
     if first.tier is not task.tier:
         later.append(Form(partial(_with, first, tier=task.tier), recipe, is_needed=_is_bound))
     return [*spaces_of(first, recipe), *later]
@@ -82,7 +81,7 @@ class Form(Space):
     make: Callable[[], Task | None]
     recipe: str
     bound_s: float = 0.0
-    rank: int = RANK_PLAIN
+    priority: Priority = Priority.PLAIN
     is_needed: Callable[[Incumbent], bool] = lambda incumbent: True
     task: Task | None = None
     """The question, where the number of micro-batches makes the form."""
@@ -99,14 +98,14 @@ class Form(Space):
         return not incumbent.is_late
 
     def search(self, incumbent: Incumbent, is_last: bool) -> Iterator[Space]:
-        if self.rank == RANK_SAMPLED and incumbent.best_exact is None:
+        if self.priority == Priority.SAMPLED and incumbent.best_exact is None:
             incumbent.best_exact = incumbent.best
         task = self.make()
         if task is None:
             if self.task is not None:
-                yield from _more_micro_batches(self.task, self.number, self.recipe, self.bound_s, self.rank)
+                yield from _more_micro_batches(self.task, self.number, self.recipe, self.bound_s, self.priority)
             return
-        for space in spaces_of(task, self.recipe, self.rank):
+        for space in spaces_of(task, self.recipe, self.priority):
             if isinstance(space, Ways) and not self.may_fit(incumbent, space.place):
                 continue
             space.bound_s = max(space.bound_s, self.bound_s)
@@ -126,11 +125,13 @@ def following(space: Space, incumbent: Incumbent) -> Iterator[Space]:
     if space.is_beside or not space.is_bound:
         return
     if task.variants is not None and incumbent.opens(f"more than {task.program.num_runs}", task):
-        yield from _more_micro_batches(task, task.program.num_runs, recipe, space.bound_s, space.rank)
+        yield from _more_micro_batches(task, task.program.num_runs, recipe, space.bound_s, space.priority)
     chunked = task.chunked if recipe == "joint" else None
     # the form in chunks asks without offloading itself
     if chunked is not None and not chunked.is_free and incumbent.opens("chunks", task, by_offload=False):
-        yield Form(partial(chunked.task, task), recipe, rank=max(space.rank, RANK_CHUNKS), is_needed=_is_nothing)
+        yield Form(
+            partial(chunked.task, task), recipe, priority=max(space.priority, Priority.CHUNKS), is_needed=_is_nothing
+        )
     yield from _offloading(task, space, incumbent)
 
 
@@ -141,16 +142,18 @@ def _offloading(task: Task, space: Ways, incumbent: Incumbent) -> Iterator[Form]
         return
     if task.offload == "host":
         without = partial(_with, task, offload="none")
-        yield Form(without, recipe, space.bound_s, space.rank, _is_far, may_fit=_may_fit_without)
+        yield Form(without, recipe, space.bound_s, space.priority, _is_far, may_fit=_may_fit_without)
     elif task.offload == "auto" and asked.pipeline == "auto":
-        yield Form(partial(_with, task, offload="host"), recipe, rank=RANK_CHUNKS, is_needed=_is_nothing)
+        yield Form(partial(_with, task, offload="host"), recipe, priority=Priority.CHUNKS, is_needed=_is_nothing)
 
 
-def _more_micro_batches(task: Task, num: int, recipe: str, bound_s: float, rank: int) -> Iterator[Form]:
+def _more_micro_batches(task: Task, num: int, recipe: str, bound_s: float, priority: Priority) -> Iterator[Form]:
     """Yield the form of the next number of micro-batches, which computes no less than the one before."""
     assert task.variants is not None
     if more := [number for number in task.variants.numbers if number > num]:
-        yield Form(partial(task.variants.task_of, task, min(more)), recipe, bound_s, rank, _is_bound, task, min(more))
+        yield Form(
+            partial(task.variants.task_of, task, min(more)), recipe, bound_s, priority, _is_bound, task, min(more)
+        )
 
 
 def _may_fit_without(incumbent: Incumbent, place: Place) -> bool:
@@ -189,7 +192,7 @@ class Stages(Space):
 
     task: Task
     recipe: str
-    rank: int = RANK_STAGES
+    priority: Priority = Priority.STAGES
 
     @property
     def _is_free(self) -> bool:
@@ -228,4 +231,4 @@ class Stages(Space):
         chunked = self.task.chunked.task(self.task)
         if chunked is None:
             return None
-        return Form(lambda: chunked, self.recipe, rank=max(self.rank, RANK_CHUNKS), is_needed=_is_nothing)
+        return Form(lambda: chunked, self.recipe, priority=max(self.priority, Priority.CHUNKS), is_needed=_is_nothing)

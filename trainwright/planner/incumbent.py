@@ -49,7 +49,7 @@ class Incumbent:
     """The question as it was asked."""
     recipe: str
     deadline: Deadline
-    """The deadline of the spaces of one rank, at most the question's."""
+    """The deadline of the spaces of one priority, at most the question's."""
     below_s: float = math.inf
     """A plan that takes as long is not wanted."""
     best: Found | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from enum import IntEnum
 
 from ..program.decisions import OVERLAPS
 from .costs.price import Price
@@ -30,15 +31,27 @@ _ONE_BY_ONE = ("none", "buckets")
 """Where nothing is hidden, one by one comes first, since it is soon proven; shared latencies follow."""
 _KNOWN = "fsdp"
 """The recipe that `joint` is held against where that takes little: of those that hold little, it is solved soonest."""
-RANK_OF_REFUSED = 1
-"""The rank of that recipe where the search of everything found nothing in its time."""
+
+
+class Priority(IntEnum):
+    """The order in which spaces are searched, the least first; spaces of one priority follow their bounds.
+
+    What changes the results of a step comes last: a loss in chunks behind whole logits, sampled gradients behind exact ones.
+    """
+
+    PLAIN = 0
+    REFUSED = 1
+    """A recipe that `joint` is held against, where the search of everything found nothing in its time."""
+    STAGES = 2
+    CHUNKS = 3
+    SAMPLED = 4
 
 
 class Space:
     """A part of what may be chosen."""
 
     bound_s: float = 0.0
-    rank: int = 0
+    priority: Priority = Priority.PLAIN
 
     def is_wanted(self, incumbent: Incumbent) -> bool:
         """Return true if it may hold something faster; what is left out for lack of time, the incumbent is told."""
@@ -70,7 +83,7 @@ class Ways(Space):
     refused: Infeasible | None = None
     """Why `joint` has none, of a recipe that it is held against."""
     bound_s: float = 0.0
-    rank: int = 0
+    priority: Priority = Priority.PLAIN
     is_beside: bool = False
     """True for a recipe that `joint` is held against, which no answer on this mesh cuts off, or that is tried where it has none."""
     is_again: bool = False
@@ -322,7 +335,7 @@ class Ways(Space):
         search takes little.
         refused: why there is no answer; then the recipe is tried for want of one.
         """
-        place, rank = self.place, self.rank if refused is None else max(self.rank, RANK_OF_REFUSED)
+        place, priority = self.place, self.priority if refused is None else max(self.priority, Priority.REFUSED)
         if self.recipe != "joint" or place.task.budget_bytes is None:
             return
         if place.problem.costs.resting is not None:
@@ -331,7 +344,7 @@ class Ways(Space):
         is_off = self.known is not None and self.known.step_s > (1 + often_off) * self.known.answer.objective_s
         for recipe in (_KNOWN, "two-stage") if is_off and place.problem.is_quick else (_KNOWN,):
             if all(both(place.restriction("joint").allowed, restriction(place.problem, recipe).allowed).values()):
-                yield Ways(place, recipe, 0, None, refused, self.bound_s, rank, is_beside=True, is_relaxed=True)
+                yield Ways(place, recipe, 0, None, refused, self.bound_s, priority, is_beside=True, is_relaxed=True)
 
     def _is_worth_it(self, way: str, known: Found) -> bool:
         """Return true where the next way may gain more than the gap on what the ways before found."""
