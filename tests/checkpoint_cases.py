@@ -55,7 +55,7 @@ class Run:
     def whole(self) -> dict[str, torch.Tensor]:
         """Weights and optimizer state, gathered, in the user's shapes."""
         found = {f"model.{name}": value for name, value in tw.full_state_dict(self.module).items()}
-        shapes = {name: self.module.regions[name].shape for name, _ in self.module.named_parameters()}
+        shapes = {name: self.module.extents[name].shape for name, _ in self.module.named_parameters()}
         for name, param in self.module.named_parameters():
             for key, value in self.optimizer.state.get(param, {}).items():
                 held = (value.full_tensor() if isinstance(value, DTensor) else torch.as_tensor(value)).clone()
@@ -276,8 +276,8 @@ def _count_entries(kind: type) -> Any:
     """Count the entries that the reader hands out from here on."""
     read, counts = kind.read, []
 
-    def counted(self: Any, name: str, region: Any) -> torch.Tensor:
-        counts.append(part := read(self, name, region))
+    def counted(self: Any, name: str, extent: Any) -> torch.Tensor:
+        counts.append(part := read(self, name, extent))
         return part
 
     kind.read = counted  # type: ignore[attr-defined]

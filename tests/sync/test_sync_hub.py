@@ -11,7 +11,7 @@ import torch
 from tests.sync_cases import net, plain
 from trainwright import sync
 from trainwright.artifacts import UserError
-from trainwright.sync import Absent, Gone, Letter, MembersChanged, Place, Receive, Replica, Send, Worker
+from trainwright.sync import Absent, Gone, Letter, MembersChanged, RankAndSize, Receive, Replica, Send, Worker
 from trainwright.sync.channels import Channel
 from trainwright.sync.gradient_coding import GradientCoding
 from trainwright.sync.hub import Hub
@@ -83,7 +83,7 @@ def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Hub]]:
     """A master and a worker, each of whom hears of silence what the test says; there is no group of the two."""
 
     def enter(self: Any, epoch: int, members: Any) -> None:
-        self.place, self._members = Place(members.index(self.number), len(members)), members
+        self.place, self._members = RankAndSize(members.index(self.number), len(members)), members
 
     monkeypatch.setattr(Hub, "_enter", enter)
     monkeypatch.setattr("trainwright.sync.hub.Channel", Wire)
@@ -145,7 +145,7 @@ def test_one_that_goes_before_all_have_begun_is_named_where_all_are_needed(
     store, address = sync.host_meeting()
 
     def enter(self: Any, epoch: int, members: Any) -> None:
-        raise MembersChanged(Place(0, 1), ["worker 1 (process 7 on here)"])
+        raise MembersChanged(RankAndSize(0, 1), ["worker 1 (process 7 on here)"])
 
     monkeypatch.setattr(sync.Elastic, "_enter", enter)
     model = net()

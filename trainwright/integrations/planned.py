@@ -27,7 +27,7 @@ from ..runtime import ParallelModule, parallelize, shard_batch
 from ..runtime.batch import global_batch_size
 from ..runtime.checkpoint.training_state import saved_buffers
 from ..runtime.clipping import clip_grad_norm_
-from ..runtime.regions import whole_region
+from ..runtime.extents import whole_extent
 from ..runtime.weights import reader
 from ..torch_internals.private import flatten, unflatten
 from .same_batches import SameBatches
@@ -177,9 +177,9 @@ def load_weights(module: ParallelModule, like: nn.Module, path: str | os.PathLik
     with torch.no_grad():
         for name, param in module.named_parameters():
             local = param.to_local() if isinstance(param, DTensor) else param
-            local.copy_(read(name, module.regions[name]).view(local.shape))
+            local.copy_(read(name, module.extents[name]).view(local.shape))
         for name, buffer in saved_buffers(module).items():
-            buffer.copy_(read(name, whole_region(buffer.shape)))
+            buffer.copy_(read(name, whole_extent(buffer.shape)))
 
 
 class JoinedBatches:

@@ -35,7 +35,7 @@ from .step import reference_step
 from .time import dtype_name, op_seconds, table_of
 
 if TYPE_CHECKING:
-    from .run import Question, Run
+    from .run import ObservedStep, Question
 
 GRAPH_POOL = "cuda graphs"
 _DRAW = 1.75
@@ -65,7 +65,7 @@ class CompiledStep:
     def __init__(self, device: Device | None, mode: FakeMode, cuda_graphs: bool = False) -> None:
         self.device, self.mode, self.cuda_graphs = device, mode, cuda_graphs
         self.graphs: list[_Graph] = []
-        self.run: Run | None = None
+        self.run: ObservedStep | None = None
         """The run that is told of every kernel, once it is set."""
         self._paths: set[str] = set()
 
@@ -197,7 +197,7 @@ class _Graph:
                 )
 
     @contextmanager
-    def _inside(self, run: Run) -> Iterator[None]:
+    def _inside(self, run: ObservedStep) -> Iterator[None]:
         overheads = run.totals.overheads
         with ExitStack() as stack:
             path = run.tracker.path
@@ -211,14 +211,16 @@ class _Graph:
             stack.callback(setattr, run.totals, "compiled_host_s", None)
             yield
 
-    def _copy_inputs(self, run: Run) -> None:
+    def _copy_inputs(self, run: ObservedStep) -> None:
         """Count, once, the static buffers into which a CUDA graph copies the inputs whose address changes from step to step."""
         if not self.is_backward and not self._has_copies:
             moving = [node for place, node in enumerate(self.inputs) if place not in self.static]
             run.tracker.hold(sum(num_bytes(node.meta.get("val")) for node in moving))
             self._has_copies = True
 
-    def _run(self, group: KernelGroup, cost: tuple[int, int, float], env: dict[fx.Node, Any], run: Run | None) -> None:
+    def _run(
+        self, group: KernelGroup, cost: tuple[int, int, float], env: dict[fx.Node, Any], run: ObservedStep | None
+    ) -> None:
         if run is not None and (path := self.step.path_of(group.nodes[0])) is not None:
             run.tracker.path = path
         if not group.is_fused:
@@ -231,7 +233,7 @@ class _Graph:
             env.pop(node, None)
 
     def _fused(
-        self, group: KernelGroup, cost: tuple[int, int, float], env: dict[fx.Node, Any], run: Run | None
+        self, group: KernelGroup, cost: tuple[int, int, float], env: dict[fx.Node, Any], run: ObservedStep | None
     ) -> None:
         made: list[Tensor] = []
         for node in group.nodes:

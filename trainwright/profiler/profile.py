@@ -22,7 +22,7 @@ from ..torch_internals.trees import tensors_in
 from .compiled import CompiledStep, has_compiled
 from .graph import MAX_FORWARD_OPS, not_tried, try_capture
 from .processes import MakeModel, imagined, is_exchange
-from .run import MakeOptimizer, Question, Run
+from .run import MakeOptimizer, ObservedStep, Question
 from .step import DTYPES, LossFn
 from .values import KnownValues, keeps_values
 
@@ -115,7 +115,7 @@ def profile(
 
 
 def _profile_of(
-    found: Run, name: str, optimizer: str, notes: list[str], profile_s: float, capture_s: float | None
+    found: ObservedStep, name: str, optimizer: str, notes: list[str], profile_s: float, capture_s: float | None
 ) -> Profile:
     model, device = found.model, found.question.device
     return Profile(
@@ -166,7 +166,7 @@ def _check_compiled(question: Question, may_run: bool, is_wrapped: bool) -> None
         raise UserError(f"a GPU is needed for --cuda-graphs; {found} given; name one with --hardware, or leave it out")
 
 
-def _followed(question: Question, make_optimizer: MakeOptimizer, may_run: bool) -> tuple[Run, list[str]]:
+def _followed(question: Question, make_optimizer: MakeOptimizer, may_run: bool) -> tuple[ObservedStep, list[str]]:
     """Return the profiled step, on fake tensors or else for real, and the notes that a reader of its figures needs."""
     notes = [] if question.autocast is None else [f"autocast to {question.autocast}"]
     if question.accumulate > 1:
@@ -210,7 +210,7 @@ def _notes_on_values(values: KnownValues | None) -> list[str]:
 
 def _wrapped(
     question: Question, make_optimizer: MakeOptimizer, make_model: MakeModel, processes: int
-) -> tuple[Run, list[str]]:
+) -> tuple[ObservedStep, list[str]]:
     """Return the profiled step of rank 0 of `processes`, whose model `make_model` makes and wraps, and its notes."""
     mode = new_mode()
     step = CompiledStep(question.device, mode)
@@ -231,7 +231,7 @@ def _wrapped(
             asked = replace(question, model=model.train(), batch=faked_batch, loss_fn=loss_fn)
             with step.made_by(asked) if has_compiled(model) else nullcontext():
                 values = KnownValues(mode)
-                found = step.run = Run(asked, values)
+                found = step.run = ObservedStep(asked, values)
                 found.compiled = step if step.graphs else None
                 with values:
                     found.go(make_optimizer, rehearse=False)
@@ -254,27 +254,27 @@ def _onto_the_cpu(model: nn.Module) -> None:
             setattr(model.get_submodule(path), own, model.get_parameter(shared))
 
 
-def _on_fakes(question: Question, make_optimizer: MakeOptimizer) -> Run:
+def _on_fakes(question: Question, make_optimizer: MakeOptimizer) -> ObservedStep:
     mode = new_mode()
     model, batch = question.model, question.batch
     with faked(model, mode) as stand_in, explained(model, batch), private.without_distributions_checks():
         values = KnownValues(mode)
         asked = replace(question, model=stand_in.train(), batch=_fake_batch(batch, mode))
         if not question.compile:
-            found = Run(asked, values)
+            found = ObservedStep(asked, values)
             with values:
                 found.go(make_optimizer)
             return found
         step = CompiledStep(question.device, mode, question.cuda_graphs)
         with step.of(asked):
-            found = step.run = Run(asked, values)
+            found = step.run = ObservedStep(asked, values)
             found.compiled = step
             with values:
                 found.go(make_optimizer)
     return found
 
 
-def _for_real(question: Question, make_optimizer: MakeOptimizer) -> Run:
+def _for_real(question: Question, make_optimizer: MakeOptimizer) -> ObservedStep:
     """Return the profile of two real steps of a copy of the model; the user's weights, batch and generator stay unchanged."""
     if not _has_values(question):
         raise UserError(
@@ -282,7 +282,7 @@ def _for_real(question: Question, make_optimizer: MakeOptimizer) -> Run:
         )
     with torch.random.fork_rng(), explained(question.model, question.batch):
         model = copy.deepcopy(question.model).train()
-        found = Run(replace(question, model=model, batch=_own_batch(question.batch)))
+        found = ObservedStep(replace(question, model=model, batch=_own_batch(question.batch)))
         found.go(make_optimizer, rehearse=False)
     return found
 
@@ -293,7 +293,7 @@ def _found(error: UserError) -> str:
     return rest.partition("; ")[0] or needed
 
 
-def _captured(question: Question, found: Run, is_asked: bool) -> tuple[float | None, list[str]]:
+def _captured(question: Question, found: ObservedStep, is_asked: bool) -> tuple[float | None, list[str]]:
     num_forward = found.totals.total("forward", "num_ops")
     if not is_asked and num_forward > MAX_FORWARD_OPS:
         return None, [not_tried(num_forward)]

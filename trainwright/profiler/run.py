@@ -52,7 +52,7 @@ class Question:
     """True where the compiled graphs are replayed as CUDA graphs (`mode="reduce-overhead"`)."""
 
 
-class Run:
+class ObservedStep:
     """Runs a steady-state step under observation and holds the results; its hooks stay in the model, so pass a copy."""
 
     def __init__(self, question: Question, values: KnownValues | None = None) -> None:

@@ -14,7 +14,7 @@ Kind = Literal["slice", "reduce_scatter", "all_reduce", "all_to_all", "all_gathe
 
 
 @dataclass(frozen=True)
-class Step:
+class ReshardStep:
     """One collective along one mesh axis, or a slice, which communicates nothing."""
 
     kind: Kind
@@ -26,16 +26,16 @@ class Step:
     before: Layout
     after: Layout
 
-    def of_slots(self, places: Sequence[int]) -> Step:
+    def of_slots(self, places: Sequence[int]) -> ReshardStep:
         """Return the step of a tensor whose slots are those of `places` in turn."""
         new = {slot: place for place, slot in enumerate(places)}
         slot, source = (new.get(each, each) for each in (self.slot, self.source))
         before, after = (tuple(new.get(at, at) for at in layout) for layout in (self.before, self.after))
-        return Step(self.kind, self.axis, slot, source, before, after)
+        return ReshardStep(self.kind, self.axis, slot, source, before, after)
 
 
 @lru_cache(maxsize=100_000)
-def transition(source: Layout, target: Layout) -> tuple[Step, ...]:
+def transition(source: Layout, target: Layout) -> tuple[ReshardStep, ...]:
     """Return the steps that lead from `source` to `target`; nothing leads to a partial sum that was none before.
 
     Free slices come first, then what shrinks the tensor, then gathers, so that each collective moves little.
@@ -43,12 +43,12 @@ def transition(source: Layout, target: Layout) -> tuple[Step, ...]:
     >>> [step.kind for step in transition((PARTIAL, 0), (0, REPLICATE))]
     ['all_gather', 'reduce_scatter']
     """
-    steps: list[Step] = []
+    steps: list[ReshardStep] = []
     current = source
     while current != target:
         kind, axis, slot, origin = _next(current, target)
         after = (*current[:axis], REPLICATE if kind in ("all_reduce", "all_gather") else slot, *current[axis + 1 :])
-        steps.append(Step(kind, axis, slot, origin, current, after))
+        steps.append(ReshardStep(kind, axis, slot, origin, current, after))
         current = after
     return tuple(steps)
 
@@ -88,7 +88,7 @@ def _can_nest(current: Layout, target: Layout, axis: int) -> bool:
     return held == [a for a in axes_of(target, slot) if a < axis]
 
 
-def step_bytes(step: Step, slots: Sequence[Slot], itemsize: int, mesh: Sequence[int]) -> int:
+def step_bytes(step: ReshardStep, slots: Sequence[Slot], itemsize: int, mesh: Sequence[int]) -> int:
     """Return the bytes that `step` handles on the fullest rank: the gathered or reduced tensor, or what is exchanged."""
     layout = step.after if step.kind == "all_gather" else step.before
     count = itemsize
@@ -98,7 +98,7 @@ def step_bytes(step: Step, slots: Sequence[Slot], itemsize: int, mesh: Sequence[
 
 
 def held_bytes(
-    step: Step, slots: Sequence[Slot], itemsize: int, mesh: Sequence[int], order: Sequence[int]
+    step: ReshardStep, slots: Sequence[Slot], itemsize: int, mesh: Sequence[int], order: Sequence[int]
 ) -> tuple[tuple[int, ...], int]:
     """Return the bytes that one step of a reshard allocates beside its operand, by tensor, and those that its result lies in.
 

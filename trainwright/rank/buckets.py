@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..program.layout import chunk, local_shape, local_sizes
-from ..program.transition import Step
+from ..program.transition import ReshardStep
 from .reshard import Pending, Route
 from .travel import Travel, has_room
 
@@ -222,7 +222,7 @@ class _Close(torch.autograd.Function):
         return None, None, None
 
 
-class _Place:
+class _BufferPlace:
     """The place of one gradient in a flat buffer of `num_parts` rows: `length` elements of each, from `start`."""
 
     def __init__(self, route: Route, num_parts: int, start: int) -> None:
@@ -272,11 +272,11 @@ class _Place:
 class _Reduction:
     """Gradients that are reduced together: a place for each in a flat buffer."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[ReshardStep, ...]
     route: Route
     num_parts: int
     """The number of rows: 1 for sums that stay whole, else one for each rank that the buffer is scattered over."""
-    members: dict[int, _Place] = field(default_factory=dict)
+    members: dict[int, _BufferPlace] = field(default_factory=dict)
     row: int = 0
     num_bytes: int = 0
     region: int = 0
@@ -304,7 +304,7 @@ def _reductions(members: Sequence[Member]) -> list[_Reduction]:
             parts = member.back.communicator.mesh[axis] if kind == "reduce_scatter" else 1
             found = filling[key] = _Reduction(member.back.steps, member.back, parts)
             done.append(found)
-        place = found.members[index] = _Place(member.back, found.num_parts, found.row)
+        place = found.members[index] = _BufferPlace(member.back, found.num_parts, found.row)
         found.row += place.length
         found.num_bytes += member.num_bytes
         found.region = member.region

@@ -22,7 +22,7 @@ from .pieces import Piece, cut
 from .randomness import mask_of
 
 if TYPE_CHECKING:
-    from .execute import Executor, Run
+    from .execute import Execution, Executor
 
 Graph = Callable[..., Sequence[Any]]
 
@@ -56,7 +56,7 @@ class Compiled:
             for region, start, stop in bounds(self.executor.local.instructions)
         ]
 
-    def run(self, run: Run) -> None:
+    def run(self, run: Execution) -> None:
         """Carry out all instructions of a run."""
         for span in self.spans:
             if self.begins is not None:
@@ -80,12 +80,12 @@ class Compiled:
                 self.ends(span, nodes)
             del nodes
 
-    def _free(self, run: Run, piece: Piece) -> None:
+    def _free(self, run: Execution, piece: Piece) -> None:
         for index in range(piece.start, piece.stop):
             for value in self.executor.frees[index]:
                 run.env.pop(value, None)
 
-    def _masks(self, piece: Piece, run: Run) -> list[Tensor | None]:
+    def _masks(self, piece: Piece, run: Execution) -> list[Tensor | None]:
         """Draw the masks of a piece's dropout."""
         tensors = (run.env[value] for value in piece.inputs)
         device = next((value.device for value in tensors if isinstance(value, Tensor)), torch.device("cpu"))

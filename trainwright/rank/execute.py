@@ -29,7 +29,7 @@ from .run_state import Call, RunState
 
 
 @dataclass(eq=False)
-class Run:
+class Execution:
     """One run of a local program: the values that exist, and what the backward will rematerialise."""
 
     env: dict[int, Any]
@@ -90,19 +90,19 @@ class Executor:
 
         return run
 
-    def begin(self, sources: Mapping[ProgramTensor, Tensor], state: RunState) -> Run:
+    def begin(self, sources: Mapping[ProgramTensor, Tensor], state: RunState) -> Execution:
         """Return a new run, with the sums that begin early issued and nothing else carried out."""
         env = {index: sources[tensor] for tensor, index in self.local.sources.items() if tensor in sources}
         offload = self.new_offload() if torch.is_grad_enabled() else None
         uses = None if self.elsewhere is None else self.elsewhere.begin()
-        run = Run(env, replace(state, flights={}, sums={}), offload, uses=uses)
+        run = Execution(env, replace(state, flights={}, sums={}), offload, uses=uses)
         for taken_by, early in self.early.items():
             for index in early.first:
                 self.calls[index](env, run.state)
             run.state.sums[taken_by] = early.begin(env)
         return run
 
-    def step(self, run: Run, region: int, start: int, stop: int) -> None:
+    def step(self, run: Execution, region: int, start: int, stop: int) -> None:
         """Carry out the instructions `start` to `stop`, all of one region."""
         rerun = self.reruns.get(region) if torch.is_grad_enabled() else None
         if run.offload is not None and start > self.last_offload:
@@ -114,7 +114,7 @@ class Executor:
             run.memories[region] = RegionMemory(self, rerun or Rerun(), run.state, run.offload)
         self._forward_watched(run, start, stop, run.memories[region])
 
-    def end(self, run: Run) -> list[Any]:
+    def end(self, run: Execution) -> list[Any]:
         """Return the flat outputs of a run whose instructions have all been carried out."""
         if run.offload is not None:
             run.offload.end_forward()
@@ -129,18 +129,18 @@ class Executor:
             return None
         return OffloadRun(self.store, self.local.decisions.in_flight_bytes, self.elsewhere)
 
-    def _call(self, run: Run, index: int) -> None:
+    def _call(self, run: Execution, index: int) -> None:
         if run.uses is not None:
             run.uses.before(index, run.env, run.state.rest)
         self.calls[index](run.env, run.state)
 
-    def _free(self, run: Run, index: int) -> None:
+    def _free(self, run: Execution, index: int) -> None:
         if run.uses is not None:
             run.uses.after(index, run.env)
         for value in self.frees[index]:
             del run.env[value]
 
-    def _forward(self, run: Run, start: int, stop: int) -> None:
+    def _forward(self, run: Execution, start: int, stop: int) -> None:
         if run.uses is None:
             env, state = run.env, run.state
             for index in range(start, stop):
@@ -152,7 +152,7 @@ class Executor:
             self._call(run, index)
             self._free(run, index)
 
-    def _forward_watched(self, run: Run, start: int, stop: int, memory: RegionMemory) -> None:
+    def _forward_watched(self, run: Execution, start: int, stop: int, memory: RegionMemory) -> None:
         env = run.env
         if run.uses is not None:
             run.uses.open(memory.rerun.sources, env, run.state.rest)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..program.program import Program
-from ..program.transition import Step
+from ..program.transition import ReshardStep
 from .instructions import Ref, Reshard
 from .local import LocalProgram
 from .reshard import Route
@@ -31,7 +31,7 @@ def summing_the_loss(local: LocalProgram) -> Reshard | None:
     return None
 
 
-def comes_late(program: Program, steps: Sequence[Step]) -> bool:
+def comes_late(program: Program, steps: Sequence[ReshardStep]) -> bool:
     """Tell whether nothing in a step waits for the loss: no op reads it, and `steps` only sum it over ranks."""
     return program.num_runs == 1 and only_sums(steps) and not program.loss.consumers
 

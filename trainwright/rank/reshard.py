@@ -18,7 +18,7 @@ from torch import Tensor
 from ..ops.expert_limits import Limit
 from ..ops.local import Rows
 from ..program.layout import Slot, chunk, local_shape, local_sizes, slots_in_order
-from ..program.transition import Step
+from ..program.transition import ReshardStep
 from ..torch_internals.dtypes import in_precision, may_have_gradient
 from .travel import issued_step
 
@@ -119,7 +119,7 @@ class Route:
 
     def __init__(
         self,
-        steps: Sequence[Step],
+        steps: Sequence[ReshardStep],
         shape: Sequence[int],
         slots: Sequence[Slot],
         communicator: Communicator,
@@ -170,7 +170,7 @@ class Route:
         x = x.resolve_conj()  # a conjugate is a mark on a view, which what sends its memory does not see
         return x.permute(self._there) if self._there else x
 
-    def _run_step(self, step: Step, x: Tensor) -> Tensor:
+    def _run_step(self, step: ReshardStep, x: Tensor) -> Tensor:
         if step.kind == "all_to_all":
             return self._exchange(step, x)
         if step.kind == "slice":
@@ -179,7 +179,7 @@ class Route:
         del x
         return finish(getattr(self.communicator, step.kind)(step.axis, sent))
 
-    def _parts(self, step: Step, x: Tensor) -> tuple[Tensor, int, tuple[int, ...]]:
+    def _parts(self, step: ReshardStep, x: Tensor) -> tuple[Tensor, int, tuple[int, ...]]:
         """Return the operand as (before, along, after) the slot that changes, the slot's new size, and the result's shape."""
         mesh, coords = self.communicator.mesh, self.communicator.coords
         before = local_sizes(self.slots, step.before, mesh, coords)
@@ -188,7 +188,7 @@ class Route:
         lead, tail = math.prod(before[: step.slot]), math.prod(before[step.slot + 1 :])
         return x.reshape(lead, before[step.slot], tail), after[step.slot], shape
 
-    def _prepare(self, step: Step, x: Tensor) -> tuple[Tensor, Finish]:
+    def _prepare(self, step: ReshardStep, x: Tensor) -> tuple[Tensor, Finish]:
         """Return the collective's input, and the function that turns its output into the step's result."""
         if step.kind == "all_reduce":
             return x.clone(memory_format=torch.contiguous_format), _as_it_is
@@ -197,7 +197,7 @@ class Route:
         x, size, shape = self._parts(step, x)
         return self._before_scatter(step, x), lambda own: own[:, :size].reshape(shape)
 
-    def _slice(self, step: Step, x: Tensor) -> Tensor:
+    def _slice(self, step: ReshardStep, x: Tensor) -> Tensor:
         x, _, shape = self._parts(step, x)
         start, stop = chunk(x.shape[1], self.communicator.mesh[step.axis], self.communicator.coords[step.axis])
         part = x.narrow(1, start, stop - start)
@@ -205,7 +205,7 @@ class Route:
         part = part.clone(memory_format=torch.contiguous_format) if may_have_gradient(x.dtype) else part
         return part.reshape(shape)
 
-    def before_gather(self, x: Tensor, step: Step | None = None) -> Tensor:
+    def before_gather(self, x: Tensor, step: ReshardStep | None = None) -> Tensor:
         """Return the input of a gather, padded to as many elements on every rank; `step` is by default the only one."""
         step = step or self.steps[0]
         x, size, _ = self._parts(step, x)
@@ -214,7 +214,7 @@ class Route:
             x = torch.nn.functional.pad(x, (0, 0, 0, each - x.shape[1]))
         return x.contiguous()
 
-    def after_gather(self, parts: Tensor, step: Step | None = None) -> Tensor:
+    def after_gather(self, parts: Tensor, step: ReshardStep | None = None) -> Tensor:
         """Return the whole tensor from the ranks' parts, which `before_gather` made; those of one rank are consecutive."""
         step = step or self.steps[0]
         size = local_sizes(self.slots, step.after, self.communicator.mesh, self.communicator.coords)[step.slot]
@@ -228,7 +228,7 @@ class Route:
         ranges = [chunk(size, num, rank) for rank in range(num)]
         return torch.cat([part[:, : stop - start] for part, (start, stop) in zip(parts, ranges)], dim=1).reshape(shape)
 
-    def _before_scatter(self, step: Step, x: Tensor) -> Tensor:
+    def _before_scatter(self, step: ReshardStep, x: Tensor) -> Tensor:
         num = self.communicator.mesh[step.axis]
         lead, whole, tail = x.shape
         each = -(-whole // num)
@@ -240,7 +240,7 @@ class Route:
             return pieces.contiguous()
         return pieces.clone(memory_format=torch.contiguous_format)  # it is reduced in place
 
-    def _exchange(self, step: Step, x: Tensor) -> Tensor:
+    def _exchange(self, step: ReshardStep, x: Tensor) -> Tensor:
         """Cut the target slot, send the pieces, and join what arrives along the source slot."""
         mesh, coords = self.communicator.mesh, self.communicator.coords
         before = local_sizes(self.slots, step.before, mesh, coords)

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import torch
 
 from ..program.decisions import Overlap
-from ..program.transition import Step
+from ..program.transition import ReshardStep
 
 BUFFER_BYTES = 25 * 2**20
 """The size of a buffer: large enough for the bandwidth, small enough that its reduction begins early."""
@@ -49,8 +49,8 @@ Kinds = tuple[tuple[str, int], ...]
 class Travel:
     """The reshard of one parameter to its reader, and that of its gradient back."""
 
-    there: tuple[Step, ...]
-    back: tuple[Step, ...]
+    there: tuple[ReshardStep, ...]
+    back: tuple[ReshardStep, ...]
     """The steps of the gradient; empty if the parameter is not trained."""
     num_bytes: int
     """The bytes of the rank's part where it is read, which are those of the gradient before it is reduced."""
@@ -88,16 +88,16 @@ class Travel:
         return self.num_bytes >= BUFFER_BYTES
 
 
-def _sends(steps: Sequence[Step]) -> bool:
+def _sends(steps: Sequence[ReshardStep]) -> bool:
     return any(step.kind != "slice" for step in steps)
 
 
-def only_sums(steps: Sequence[Step]) -> bool:
+def only_sums(steps: Sequence[ReshardStep]) -> bool:
     """Tell whether there are steps and all are all-reduces, so that a gradient is reduced in place in its buffer."""
     return bool(steps) and all(step.kind == "all_reduce" for step in steps)
 
 
-def issued_step(steps: Sequence[Step]) -> int | None:
+def issued_step(steps: Sequence[ReshardStep]) -> int | None:
     """Return the number of the step that is issued early: the first collective, unless that is an all-to-all."""
     number = next((number for number, step in enumerate(steps) if step.kind != "slice"), None)
     return None if number is None or steps[number].kind == "all_to_all" else number

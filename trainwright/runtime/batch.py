@@ -26,7 +26,7 @@ from ..program.layout import REPLICATE, Layout, Slot, local_shape
 from ..program.other_shapes import entry_layout
 from ..torch_internals.private import flatten_batch
 from .entries import check_entries, check_within, rows_meant
-from .regions import region_of
+from .extents import extent_of
 from .sharding import own_part
 
 Shapes = dict[str, tuple[int, ...]]
@@ -98,7 +98,7 @@ def own_rows(plan: Plan, coords: Sequence[int]) -> list[int]:
     for entry in plan.micro_batch().values():
         if entry.shape and entry.shape[0] == each:
             text = [part if _splits_rows(part) else "R" for part in entry.layout]
-            boxes = region_of(entry.shape, *entry_slots(entry.shape, text), mesh, coords).boxes
+            boxes = extent_of(entry.shape, *entry_slots(entry.shape, text), mesh, coords).boxes
             found.add(tuple(row for box in boxes for row in range(box.offset[0], box.offset[0] + box.size[0])))
     if len(found) != 1:
         return list(range(size))

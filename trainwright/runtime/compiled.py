@@ -14,7 +14,7 @@ import torch
 from ..rank.pieces import Piece, pieces
 
 if TYPE_CHECKING:
-    from ..rank.execute import Run
+    from ..rank.execute import Execution
     from .module import ParallelModule
     from .steps import ShapedStep
 
@@ -36,7 +36,7 @@ def forward(module: ParallelModule, args: Any, kwargs: Any) -> Any:
 
 
 @torch.compiler.disable
-def _begin(module: ParallelModule, args: Any, kwargs: Any) -> tuple[ShapedStep, Run]:
+def _begin(module: ParallelModule, args: Any, kwargs: Any) -> tuple[ShapedStep, Execution]:
     step, parts, state = module._begin(args, kwargs)
     if step.executor.pieces is None:
         step.executor.pieces = pieces(step.executor)
@@ -44,7 +44,7 @@ def _begin(module: ParallelModule, args: Any, kwargs: Any) -> tuple[ShapedStep, 
 
 
 @torch.compiler.disable
-def _take(step: ShapedStep, run: Run, piece: Piece, made: Sequence[Any]) -> None:
+def _take(step: ShapedStep, run: Execution, piece: Piece, made: Sequence[Any]) -> None:
     """Store a piece's outputs in the run, and free the values that nothing reads after the piece."""
     run.env.update(zip(piece.outputs, made))
     for index in range(piece.start, piece.stop):
@@ -53,11 +53,11 @@ def _take(step: ShapedStep, run: Run, piece: Piece, made: Sequence[Any]) -> None
 
 
 @torch.compiler.disable
-def _one_by_one(step: ShapedStep, run: Run, span: range) -> None:
+def _one_by_one(step: ShapedStep, run: Execution, span: range) -> None:
     executor = step.executor
     executor.step(run, executor.local.instructions[span.start].region, span.start, span.stop)
 
 
 @torch.compiler.disable
-def _end(module: ParallelModule, step: ShapedStep, run: Run) -> Any:
+def _end(module: ParallelModule, step: ShapedStep, run: Execution) -> Any:
     return module._end(step, step.executor.end(run))

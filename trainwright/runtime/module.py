@@ -39,10 +39,10 @@ from .adapters import adapter_of
 from .batch import planned_cut, planned_shapes, shapes_of
 from .communicator import MeshCommunicator, make_mesh
 from .entries import check_entries
+from .extents import Extent, extent_of, whole_extent
 from .host_memory import give_freed_memory_back, keep_freed_memory
 from .offload import open_store
 from .pipe import Pipe, check_stages
-from .regions import Region, region_of, whole_region
 from .sharding import AtRest, as_dtensor, as_parameter, storage_of
 from .steps import Capturing, ShapedStep, StepsByShape, batch_like
 from .tiered import Tier, TierOptions
@@ -218,8 +218,8 @@ class ParallelModule(nn.Module):
         self._user_shapes = {tensor.key: tensor.shape for tensor in program.params}
         self.names = [name for name, _ in model.named_parameters()]
         """The names of all parameters of the model, those of other stages too."""
-        self.regions: dict[str, Region] = {}
-        """The region of each parameter that this rank holds, by the parameter's first name."""
+        self.extents: dict[str, Extent] = {}
+        """The extent of each parameter that this rank holds, by the parameter's first name."""
         self._load(model, reader(model, weights, program.captured.aliases, seed))
         self._complete(planned)
         if self.tier is not None:
@@ -281,16 +281,16 @@ class ParallelModule(nn.Module):
                 continue
             tensor = known.get(name)
             if tensor is None:  # the step never reads it
-                self.regions[name] = whole_region(original.shape)
-                value = read(name, self.regions[name]).to(self.device, original.dtype)
+                self.extents[name] = whole_extent(original.shape)
+                value = read(name, self.extents[name]).to(self.device, original.dtype)
                 made[name] = nn.Parameter(value, requires_grad=original.requires_grad)
                 continue
             layout = params[tensor]
-            self.regions[name] = region_of(tensor.shape, tensor.slots, layout, mesh, coords)
+            self.extents[name] = extent_of(tensor.shape, tensor.slots, layout, mesh, coords)
             if self.tier is None:
-                local = read(name, self.regions[name]).to(self.device, original.dtype)
+                local = read(name, self.extents[name]).to(self.device, original.dtype)
             else:
-                local = self.tier.made(name, original.dtype, self.regions[name], read)
+                local = self.tier.made(name, original.dtype, self.extents[name], read)
             made[name] = self._params[tensor] = as_parameter(tensor, layout, local, self.device_mesh)
             if self.tier is not None:
                 self.tier.park(name, made[name])  # type: ignore[arg-type]
@@ -300,7 +300,7 @@ class ParallelModule(nn.Module):
         for name, buffer in model.named_buffers():
             if name in elsewhere or (name not in known and not is_first):
                 continue
-            made[name] = read(name, whole_region(buffer.shape)).to(self.device, buffer.dtype)
+            made[name] = read(name, whole_extent(buffer.shape)).to(self.device, buffer.dtype)
         names = made | {alias: made[name] for alias, name in self.program.captured.aliases.items() if name in made}
         self._adopt(_tree(names, set(model.state_dict(keep_vars=True))))
 
@@ -310,7 +310,7 @@ class ParallelModule(nn.Module):
         params = self.steps.planned.local.decisions.params
         sizes = {
             name: dtype.itemsize
-            * math.prod(region_of(known[name].shape, known[name].slots, params[known[name]], mesh, coords).local_shape)
+            * math.prod(extent_of(known[name].shape, known[name].slots, params[known[name]], mesh, coords).local_shape)
             for name, dtype in dtypes.items()
         }
         planned = self.plan.tier

@@ -17,7 +17,7 @@ from ..program.layout import Layout, Slot, local_shape, slot_range, slots_of_dim
 from ..program.program import Tensor as ProgramTensor
 from ..rank.buckets import Plain
 from ..torch_internals.private import dtensor_like, local_part
-from .regions import region_of
+from .extents import extent_of
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def own_part(
     full: torch.Tensor, slots: Sequence[Slot], layout: Layout, mesh: Sequence[int], coords: Sequence[int]
 ) -> torch.Tensor:
     """Return a copy of the rank's part of `full`, in as many dims as `full` has."""
-    return region_of(full.shape, slots, layout, mesh, coords).cut(full)
+    return extent_of(full.shape, slots, layout, mesh, coords).cut(full)
 
 
 def as_parameter(tensor: ProgramTensor, layout: Layout, local: torch.Tensor, device_mesh: DeviceMesh) -> nn.Parameter:

@@ -1,9 +1,9 @@
 """Reads and writes parts of tensors with `torch.distributed.checkpoint` (DCP), in the user's names and shapes.
 
     write   pieces → files of each rank and one index; a collective call     `write_pieces`
-    read    index + a region → this rank's part, from whichever files        `StoredTensors`
+    read    index + an extent → this rank's part, from whichever files        `StoredTensors`
 
-The parts of every plan are boxes of the same tensors (`regions.py`), so another plan, or any other tool that reads this
+The parts of every plan are boxes of the same tensors (`extents.py`), so another plan, or any other tool that reads this
 format, can read what one plan wrote.
 """
 
@@ -32,16 +32,16 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, T
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from ..artifacts import UserError
-from .regions import Box, Region
+from .extents import Box, Extent
 
 INDEX_FILE = ".metadata"
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A rank's part of one tensor: the region of its entries, and their values, of shape `region.local_shape`."""
+    """A rank's part of one tensor: the extent of its entries, and their values, of shape `extent.local_shape`."""
 
-    region: Region
+    extent: Extent
     part: Tensor
 
     @property
@@ -70,7 +70,7 @@ class _SavePieces(dcp.DefaultSavePlanner):
         self._blocks: dict[MetadataIndex, Tensor] = {}
         self._items: list[WriteItem] = []
         for name, piece in state_dict.items():
-            for box in piece.region.boxes:
+            for box in piece.extent.boxes:
                 item = _write_item(name, piece, box)
                 self._items.append(item)
                 self._blocks[item.index] = box.of_part(piece.part)
@@ -88,7 +88,7 @@ def _write_item(name: str, piece: Piece, box: Box) -> WriteItem:
     data = TensorWriteData(
         chunk=ChunkStorageMetadata(offsets=offset, sizes=torch.Size(box.size)),
         properties=TensorProperties(dtype=piece.part.dtype),
-        size=torch.Size(piece.region.shape),
+        size=torch.Size(piece.extent.shape),
     )
     return WriteItem(MetadataIndex(name, offset), WriteItemType.SHARD, tensor_data=data)
 
@@ -126,18 +126,18 @@ class StoredTensors:
     def num_bytes(self, name: str) -> int:
         return math.prod(self.shape(name)) * self._entries[name].properties.dtype.itemsize
 
-    def read(self, name: str, region: Region) -> Tensor:
-        """Return the part of the tensor `name` that `region` describes, on the CPU, in the dtype it was saved in."""
+    def read(self, name: str, extent: Extent) -> Tensor:
+        """Return the part of the tensor `name` that `extent` describes, on the CPU, in the dtype it was saved in."""
         entry = self._entries[name]
-        if tuple(entry.size) != region.shape:
+        if tuple(entry.size) != extent.shape:
             raise UserError(
-                f"{name} of shape {list(region.shape)} is needed; {self.folder} has {list(entry.size)}; "
+                f"{name} of shape {list(extent.shape)} is needed; {self.folder} has {list(entry.size)}; "
                 "it belongs to another model"
             )
-        part = torch.empty(region.local_shape, dtype=entry.properties.dtype)
-        chunks = [ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.size)) for box in region.boxes]
+        part = torch.empty(extent.local_shape, dtype=entry.properties.dtype)
+        chunks = [ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.size)) for box in extent.boxes]
         items = create_read_items_for_chunk_list(name, entry, chunks)
-        blocks = {torch.Size(box.offset): box.of_part(part) for box in region.boxes}
+        blocks = {torch.Size(box.offset): box.of_part(part) for box in extent.boxes}
         try:
             self._reader.read_data(LoadPlan(items), _FillBlocks(blocks)).wait()
         except (OSError, RuntimeError) as error:

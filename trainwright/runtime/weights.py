@@ -15,16 +15,16 @@ from torch.distributed.tensor import DTensor
 from ..artifacts import UserError
 from ..rank.randomness import derived_seed
 from .adapters import base_name, is_adapters, reset_adapter
-from .regions import Region
+from .extents import Extent
 from .storage import INDEX_FILE, StoredTensors
 
-Reader = Callable[[str, Region], Tensor]
+Reader = Callable[[str, Extent], Tensor]
 
 
 def reader(model: nn.Module, weights: str | os.PathLike[str] | None, aliases: dict[str, str], seed: int) -> Reader:
-    """Return a function that reads a region of a parameter or buffer by its name, with few whole tensors alive at a time.
+    """Return a function that reads an extent of a parameter or buffer by its name, with few whole tensors alive at a time.
 
-    weights: a safetensors file, a folder of them, or a distributed checkpoint, from which only the region is read; None: the
+    weights: a safetensors file, a folder of them, or a distributed checkpoint, from which only the extent is read; None: the
     model's own values or initialisation. The function raises `UserError` if the file lacks a name or has another shape.
     """
     if weights is not None:
@@ -32,8 +32,8 @@ def reader(model: nn.Module, weights: str | os.PathLike[str] | None, aliases: di
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     initialiser = _Initialiser(model, seed)
 
-    def read(name: str, region: Region) -> Tensor:
-        return initialiser.read(name, region) if tensors[name].is_meta else region.cut(tensors[name].detach())
+    def read(name: str, extent: Extent) -> Tensor:
+        return initialiser.read(name, extent) if tensors[name].is_meta else extent.cut(tensors[name].detach())
 
     return read
 
@@ -53,19 +53,19 @@ def load_full_state_dict(model: nn.Module, values: Mapping[str, Tensor]) -> None
     >>> tw.full_state_dict(module)["bias"]
     tensor([3.])
     """
-    targets, regions = dict(model.named_parameters()) | dict(model.named_buffers()), getattr(model, "regions", {})
+    targets, extents = dict(model.named_parameters()) | dict(model.named_buffers()), getattr(model, "extents", {})
     with torch.no_grad():
         for name, whole in values.items():
             if name not in targets:
                 raise UserError(f"names of this model are needed; it has no {name}; take those of full_state_dict")
-            region, target = regions.get(name), targets[name]
+            extent, target = extents.get(name), targets[name]
             local = target.to_local() if isinstance(target, DTensor) else target
-            shape = region.shape if region is not None else tuple(local.shape)
+            shape = extent.shape if extent is not None else tuple(local.shape)
             if tuple(whole.shape) != shape:
                 raise UserError(
                     f"{name} of the shape {list(shape)} is needed; got {list(whole.shape)}; take full_state_dict's"
                 )
-            local.copy_((region.cut(whole) if region is not None else whole).view(local.shape))
+            local.copy_((extent.cut(whole) if extent is not None else whole).view(local.shape))
 
 
 class _Initialiser:
@@ -75,11 +75,11 @@ class _Initialiser:
         self.model, self.seed = model, seed
         self.held: tuple[str, dict[str, Tensor]] = ("", {})
 
-    def read(self, name: str, region: Region) -> Tensor:
+    def read(self, name: str, extent: Extent) -> Tensor:
         path, _, leaf = name.rpartition(".")
         if self.held[0] != path or not self.held[1]:
             self.held = (path, self._initialise(path))
-        return region.cut(self.held[1][leaf].detach())
+        return extent.cut(self.held[1][leaf].detach())
 
     def _initialise(self, path: str) -> dict[str, Tensor]:
         module = self.model.get_submodule(path)
@@ -140,15 +140,15 @@ def _file_reader(model: nn.Module, path: Path, aliases: dict[str, str], initiali
         names.setdefault(first, []).append(alias)
     buffers, params = dict(model.named_buffers()), dict(model.named_parameters())
 
-    def read(name: str, region: Region) -> Tensor:
+    def read(name: str, extent: Extent) -> Tensor:
         own = (name, *names.get(name, []))
         found = next((each for each in (*own, *map(base_name, own)) if each in stored), None)
         if found is not None:
-            return stored.read(found, region)
+            return stored.read(found, extent)
         if is_adapters(model, name):
-            return region.cut(params[name].detach()) if not params[name].is_meta else initialiser.read(name, region)
+            return extent.cut(params[name].detach()) if not params[name].is_meta else initialiser.read(name, extent)
         if name in buffers:  # one that is not saved with a model, such as rotary frequencies
-            return initialiser.read(name, region) if buffers[name].is_meta else region.cut(buffers[name])
+            return initialiser.read(name, extent) if buffers[name].is_meta else extent.cut(buffers[name])
         raise UserError(f"weights for every parameter are needed; {path} lacks {name}; use this model's own weights")
 
     return read
@@ -159,7 +159,7 @@ class _Stored(Protocol):
 
     def __contains__(self, name: object) -> bool: ...
 
-    def read(self, name: str, region: Region) -> Tensor: ...
+    def read(self, name: str, extent: Extent) -> Tensor: ...
 
 
 def _open(path: Path) -> _Stored:
@@ -186,10 +186,10 @@ class _Prefixed:
     def __contains__(self, name: object) -> bool:
         return self._place(str(name)) is not None
 
-    def read(self, name: str, region: Region) -> Tensor:
+    def read(self, name: str, extent: Extent) -> Tensor:
         place = self._place(name)
         assert place is not None, "asked for before"
-        return self._stored.read(place, region)
+        return self._stored.read(place, extent)
 
     def _place(self, name: str) -> str | None:
         return next((prefix + name for prefix in self.PREFIXES if prefix + name in self._stored), None)
@@ -216,16 +216,16 @@ class _SafetensorsFiles:
     def __contains__(self, name: object) -> bool:
         return name in self._where
 
-    def read(self, name: str, region: Region) -> Tensor:
+    def read(self, name: str, extent: Extent) -> Tensor:
         stored = self._where[name].get_slice(name)
-        if tuple(stored.get_shape()) != region.shape:
+        if tuple(stored.get_shape()) != extent.shape:
             raise UserError(
-                f"{name} of shape {list(region.shape)} is needed; {self._path} has {list(stored.get_shape())}; "
+                f"{name} of shape {list(extent.shape)} is needed; {self._path} has {list(stored.get_shape())}; "
                 "use this model's own weights"
             )
-        if not region.shape:
+        if not extent.shape:
             return self._where[name].get_tensor(name)
-        part = torch.empty(region.local_shape, dtype=stored[:0].dtype)
-        for box in region.boxes:
+        part = torch.empty(extent.local_shape, dtype=stored[:0].dtype)
+        for box in extent.boxes:
             box.of_part(part).copy_(box.of_whole(stored))
         return part

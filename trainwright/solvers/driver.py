@@ -90,7 +90,7 @@ Callback = Callable[[Moment[Any]], bool | None]
 
 
 @dataclass(frozen=True)
-class Run(Generic[State]):
+class LoopResult(Generic[State]):
     """How the loop ended: the last finite state, the best one by residual (by objective where there is no residual)."""
 
     last: State
@@ -117,7 +117,7 @@ def drive(
     callback: Callback | None = None,
     keep_history: bool = False,
     progress: Callable[[str], None] | None = None,
-) -> Run[State]:
+) -> LoopResult[State]:
     """Step until a tolerance or a limit is met; see the module's description.
 
     `step` may raise `Ended(status)` where it cannot go on (a breakdown, no descent): the state before it stands.
@@ -151,7 +151,9 @@ class _Loop(Generic[State]):
         self.first = math.nan
         """The first residual that is known."""
 
-    def run(self, state: State, step: Callable[[State], State], measure: Callable[[State], Measured]) -> Run[State]:
+    def run(
+        self, state: State, step: Callable[[State], State], measure: Callable[[State], Measured]
+    ) -> LoopResult[State]:
         nit, last, best, status = 0, state, state, None
         measured = best_measured = Measured(math.nan)
         try:
@@ -174,7 +176,7 @@ class _Loop(Generic[State]):
         except KeyboardInterrupt:  # in a step, a measurement or the callback
             status = Status.STOPPED
         assert status is not None
-        return Run(last, best, measured, best_measured, status, nit, self.counts, self.history)
+        return LoopResult(last, best, measured, best_measured, status, nit, self.counts, self.history)
 
     def verdict(self, nit: int, state: State, measured: Measured) -> Status | None:
         """Return why to stop at this state, or `None`; the history and the callback see it first."""

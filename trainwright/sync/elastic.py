@@ -34,7 +34,7 @@ from .requests import (
     Form,
     Members,
     MembersChanged,
-    Place,
+    RankAndSize,
     Receive,
     Request,
     Send,
@@ -100,7 +100,7 @@ class Elastic(Ranks):
             f"name/{self.number}", f"worker {self.number} (process {os.getpid()} on {socket.gethostname()})"
         )
         self._pulse = Pulse(self._store.clone(), self.number, meeting.silence_s)
-        self.on_change: Callable[[Place, list[str]], None] = lambda place, gone: None
+        self.on_change: Callable[[RankAndSize, list[str]], None] = lambda place, gone: None
         self.on_newcomers: Callable[[], None] = lambda: None
         self._newcomers: list[int] = []
         self._pg: Any = None
@@ -273,7 +273,7 @@ class Elastic(Ranks):
     def _enter(self, epoch: int, members: Members) -> None:
         """Make the group of `members`, or, if one of them falls silent meanwhile, that of the others."""
         self._epoch, self._members, self._num_rounds = epoch, members, 0
-        self.place = Place(members.index(self.number), len(members))
+        self.place = RankAndSize(members.index(self.number), len(members))
         self._key = f"enter/{epoch}"
         self._pulse.watch(members)
         store = dist.PrefixStore(f"group/{epoch}", self._store.clone())

@@ -21,7 +21,7 @@ from .options import check_options, described, options_of
 from .ranks import Ranks
 from .record import AGREEMENT_BYTES, Size, SyncRecord
 from .replica import Replica, Worker
-from .requests import Absent, AllGather, Compute, Count, Form, Identify, MembersChanged, Now, Place, Steps
+from .requests import Absent, AllGather, Compute, Count, Form, Identify, MembersChanged, Now, RankAndSize, Steps
 from .traffic import Traffic
 
 _DIGEST = 32
@@ -228,7 +228,7 @@ def _shared(sync: Sync) -> bytes:
     return held.getvalue()
 
 
-def _resize(sync: Sync, place: Place, gone: list[str]) -> None:
+def _resize(sync: Sync, place: RankAndSize, gone: list[str]) -> None:
     method = sync.method
     if not method.bears_changes:
         raise UserError(
@@ -268,7 +268,7 @@ def _check_whole(record: SyncRecord, replica: Replica) -> None:
         )
 
 
-def _agree(place: Place, problem: str, chosen: bytes, start: bytes) -> Steps[None]:
+def _agree(place: RankAndSize, problem: str, chosen: bytes, start: bytes) -> Steps[None]:
     """Raise the same `UserError` on all workers if one has a problem, or if they differ."""
     text = problem.encode()[: AGREEMENT_BYTES - 2 * _DIGEST]
     own = torch.frombuffer(bytearray((chosen + start + text).ljust(AGREEMENT_BYTES, b"\0")), dtype=torch.uint8)

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..artifacts import UserError
 from .channels import Channel
 from .elastic import Elastic, Meeting
-from .requests import Absent, Gone, Letter, Place, Receive, Request, Send
+from .requests import Absent, Gone, Letter, RankAndSize, Receive, Request, Send
 
 _LOOK_S, _WAIT_S, _MASTER = 20e-3, 600.0, 0
 
@@ -187,7 +187,7 @@ class Hub(Elastic):
                 f"{_WAIT_S:g} s; see whether it has ended"
             )
         place, master = json.loads(self._store.get(f"welcome/{self.number}"))
-        self.place = Place(place, self._meeting.num_workers)
+        self.place = RankAndSize(place, self._meeting.num_workers)
         self._holders = {_MASTER: master, place: self.number}
 
     def check_alike(self, chosen: str) -> None:

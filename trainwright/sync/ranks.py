@@ -38,7 +38,7 @@ from .requests import (
     Letter,
     Members,
     Now,
-    Place,
+    RankAndSize,
     Receive,
     Request,
     Send,
@@ -76,7 +76,7 @@ class Ranks:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
-        self.place = Place(dist.get_rank(group), dist.get_world_size(group))
+        self.place = RankAndSize(dist.get_rank(group), dist.get_world_size(group))
         self.traffic = Traffic()
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
         """Makes the context around each request, in which this rank may wait for others; used for a watchdog."""
@@ -337,7 +337,7 @@ def _number_sent(tables: Sequence[_Table], source: int | None, to: int, tag: int
     return sum(table.sent[to, tag] for rank, table in enumerate(tables) if source in (None, rank))
 
 
-def _shared_store(place: Place, group: Any) -> Any:
+def _shared_store(place: RankAndSize, group: Any) -> Any:
     import socket
 
     if place.size == 1:

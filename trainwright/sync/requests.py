@@ -25,11 +25,11 @@ Members = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class Identify:
-    """Ask for this worker's rank; answered by a `Place`."""
+    """Ask for this worker's rank; answered by a `RankAndSize`."""
 
 
 @dataclass(frozen=True)
-class Place:
+class RankAndSize:
     """A worker's rank, and the number of workers."""
 
     rank: int
@@ -155,7 +155,7 @@ class MembersChanged(Exception):
     request.
     """
 
-    def __init__(self, place: Place, gone: list[str]) -> None:
+    def __init__(self, place: RankAndSize, gone: list[str]) -> None:
         super().__init__(f"{', '.join(gone)} gone; {place.size} workers are left")
         self.place, self.gone = place, gone
 

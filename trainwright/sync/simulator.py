@@ -37,7 +37,7 @@ from .requests import (
     Letter,
     Members,
     Now,
-    Place,
+    RankAndSize,
     Receive,
     Request,
     Send,
@@ -171,7 +171,7 @@ class _Run(Generic[T]):
         """Return the answer to a request without a wait; for others, set `waits` and schedule the worker's resumption."""
         match request:
             case Identify():
-                return Place(rank, len(self.workers))
+                return RankAndSize(rank, len(self.workers))
             case Absent():
                 return {}
             case Form():

@@ -29,7 +29,7 @@ from ...program.groups import Group, Split
 from ...program.layout import REPLICATE, Layout, Slot, fraction, local_shape, slot_range
 from ...program.program import Op, Program, Tensor
 from ...program.sampling import can_sample, share_of
-from ...program.transition import Step, gradient_layout, held_bytes, step_bytes, transition
+from ...program.transition import ReshardStep, gradient_layout, held_bytes, step_bytes, transition
 from ...rank.early_sums import said_by_the_batch
 from ...rank.local import consecutive_range, sampled_form
 from ...rank.offload import MIN_BYTES
@@ -206,7 +206,7 @@ class CostModel:
         """Return the peak bytes that a reshard holds beside its operand, its result included."""
         return self._held_bytes(tensor, source, target)[0]
 
-    def step_held_bytes(self, tensor: Tensor, step: Step) -> int:
+    def step_held_bytes(self, tensor: Tensor, step: ReshardStep) -> int:
         """Return the memory that one step of a reshard takes beside its operand, its result included."""
         taken, _ = held_bytes(step, tensor.slots, tensor.dtype.itemsize, self.mesh, tensor.order)
         return sum(map(self.taken_bytes, taken))

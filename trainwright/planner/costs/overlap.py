@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...program.transition import Step
+from ...program.transition import ReshardStep
 from ...rank.buckets import Bucket
 from ...rank.instructions import Borrow, Close, Compute, Instruction, Open, Reshard
 from ...rank.reshard import Route
@@ -84,7 +84,7 @@ def _trip(members: Sequence[tuple[Route, int]], costs: CostModel, joins: bool = 
     return Trip(tuple(steps), issued_step(first.steps))
 
 
-def _axis(step: Step) -> int | None:
+def _axis(step: ReshardStep) -> int | None:
     return None if step.kind == "slice" else step.axis
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...artifacts import Cluster, MemoryPoint
 from ...profiler.compiled import CompiledStep
-from ...profiler.run import Question, Run
+from ...profiler.run import ObservedStep, Question
 from ...profiler.threads import threads
 from ...profiler.values import KnownValues
 from ...program.decisions import Decisions
@@ -94,7 +94,7 @@ def _simulate(
         place = program.captured.loss_index
         asked = Question(module, batch, lambda outputs, _: outputs[place], device=cluster.device)
         with step.made_by(asked):
-            run = step.run = Run(asked, KnownValues(mode))
+            run = step.run = ObservedStep(asked, KnownValues(mode))
             assert run.values is not None
             assert executor.compiled is not None
             marks = _Marks(run, executor.compiled)
@@ -149,7 +149,7 @@ class _Mark:
 class _Marks:
     """Notes where each span's forward begins and ends, and where its backward begins."""
 
-    def __init__(self, run: Run, compiled: Compiled) -> None:
+    def __init__(self, run: ObservedStep, compiled: Compiled) -> None:
         self.run, self.compiled = run, compiled
         self.starts: dict[int, _Mark] = {}
         self.stops: dict[int, _Mark] = {}

@@ -51,7 +51,7 @@ from .events import (
     Events,
     Exchange,
     Moment,
-    Place,
+    OpPlace,
     Trip,
     before,
     has_links,
@@ -312,7 +312,7 @@ class _Clock:
         if (waited or sooner) and not ending:
             yield sooner, waited
 
-    def _left(self, terms: Terms, link: int, begin: Place, end: Place) -> Terms:
+    def _left(self, terms: Terms, link: int, begin: OpPlace, end: OpPlace) -> Terms:
         """Return what is left of the terms when all between two places is computed, the later place first."""
         hidden: dict[int, float] = defaultdict(float)
         first, last = (bisect_left(self.moments, place, key=lambda moment: moment.place) for place in (begin, end))
@@ -321,9 +321,9 @@ class _Clock:
                 hidden[moment.column] -= moment.seconds
         return self.waits.largest(self.model, [*terms, *hidden.items()]) if hidden or len(terms) > 1 else terms
 
-    def _taken(self, trips: Iterable[Trip]) -> dict[Place, Terms]:
+    def _taken(self, trips: Iterable[Trip]) -> dict[OpPlace, Terms]:
         """Return by place what is on the link of what is read there, of the places that are followed."""
-        found: dict[Place, Terms] = defaultdict(list)
+        found: dict[OpPlace, Terms] = defaultdict(list)
         for key, joined in _by_key(trips).items():
             if key is None:
                 for trip in joined:
@@ -335,7 +335,7 @@ class _Clock:
                     before = arrived
         return dict(found)
 
-    def _arrived(self, trips: Sequence[Trip]) -> Iterator[tuple[Place, Terms]]:
+    def _arrived(self, trips: Sequence[Trip]) -> Iterator[tuple[OpPlace, Terms]]:
         """Yield, for each place, what is on the link of what joins one collective and is read there or before."""
         is_sum, is_alone = trips[0].key in self.sums, trips[0].leg.join is None
         shares_buffer = self.phase == BACKWARD and _most(trips, lambda trip: trip.buffer_share) <= 1.0
@@ -388,15 +388,15 @@ class _Clock:
         read = [] if wanted is None else [*((column, 1.0) for column in wanted), (self.one, -1.0)]
         return [*_ones(of_copy), *read]
 
-    def _going(self, link: int) -> dict[Place, list[Exchange]]:
+    def _going(self, link: int) -> dict[OpPlace, list[Exchange]]:
         """Return by place the exchanges that go over a link, those that serve the same as one."""
-        merged: dict[tuple[Place, Any], Exchange] = {}
+        merged: dict[tuple[OpPlace, Any], Exchange] = {}
         for exchange in self.exchanges:
             if link in exchange.links:
                 key = exchange.place, exchange.served
                 columns = merged[key].columns if key in merged else ()
                 merged[key] = replace(exchange, columns=(*columns, *exchange.columns))
-        found: dict[Place, list[Exchange]] = defaultdict(list)
+        found: dict[OpPlace, list[Exchange]] = defaultdict(list)
         for exchange in merged.values():
             found[exchange.place].append(exchange)
         return dict(found)

@@ -34,7 +34,7 @@ from .joined import travel_of
 from .milp import MIB, Model, Terms
 from .recompute import Recompute
 from .sharding import Sharding, has_one_want
-from .tied import Place
+from .tied import RegionGroup
 
 AHEAD = "what is gathered a region ahead"
 
@@ -57,7 +57,7 @@ class _Part:
         return min(demand.position for demand in self.use.demands)
 
     @cached_property
-    def last_place(self) -> Place:
+    def last_place(self) -> RegionGroup:
         """Return the region, and the group in it, where the backward makes the gradient first."""
         return _last_region(self.use), self.position
 

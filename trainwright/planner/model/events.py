@@ -23,7 +23,7 @@ from .joined import Leg, Way
 from .milp import Terms
 from .sharding import Sharding, aligned, flow_s, has_one_want
 
-Place = tuple[int, int, int]
+OpPlace = tuple[int, int, int]
 """A region in the order of the forward, the position of an op in it, and a number: that of the op is 0, of what it reads, below."""
 BEGIN = (-1, 0, 0)
 _READ, _INSIDE, _BEFORE = 4, 2, 1
@@ -35,7 +35,7 @@ FORWARD, BACKWARD = 0, 1
 class Trip:
     """One direction of a reshard that a column chooses."""
 
-    place: Place
+    place: OpPlace
     """Where the parameter is first read."""
     served: Any
     """Whom it serves: of all trips that serve the same, one is chosen at most."""
@@ -85,7 +85,7 @@ class Trip:
 class Moment:
     """An interval in which others are on their way, if a column chooses it."""
 
-    place: Place
+    place: OpPlace
     column: int
     seconds: float
     links: frozenset[int] = frozenset()
@@ -96,7 +96,7 @@ class Moment:
 class Exchange:
     """An exchange that a column chooses, which goes over its links behind all that is on its way there."""
 
-    place: Place
+    place: OpPlace
     links: frozenset[int]
     served: Any
     """Whom it serves: of all exchanges that serve the same, one is chosen at most."""
@@ -124,7 +124,7 @@ class Events:
         for use, served, column, way in self.sharding.joined.within:
             self._ways[use].append((served, column, way))
         self._reshards_of: dict[tuple[Use, int], list[tuple[Use, Want, int, float, frozenset[int]]]] = {}
-        self._readers_of: dict[tuple[Use, Want], dict[Place, list[int]]] = {}
+        self._readers_of: dict[tuple[Use, Want], dict[OpPlace, list[int]]] = {}
 
     def uses(self, region: Region) -> tuple[Use, ...]:
         """Return what a region reads."""
@@ -165,7 +165,7 @@ class Events:
                 None if is_last else tuple(wanted), alone,
             )  # fmt: skip
 
-    def _last_but_one(self, source: Source, want: Want) -> Place:
+    def _last_but_one(self, source: Source, want: Want) -> OpPlace:
         """Return where one copy of several regions is read by two at least: the last but one of all places."""
         places = []
         for use in self.problem.uses:
@@ -228,17 +228,17 @@ class Events:
                 taken = frozenset(links[step.axis] for step in steps if step.kind != "slice")
                 yield use, want, column, seconds, taken
 
-    def _readers(self, use: Use, want: Want) -> dict[Place, list[int]]:
+    def _readers(self, use: Use, want: Want) -> dict[OpPlace, list[int]]:
         """Return by place the columns of which one is chosen where a copy is wanted there."""
         if (use, want) not in self._readers_of:
-            found: dict[Place, list[int]] = defaultdict(list)
+            found: dict[OpPlace, list[int]] = defaultdict(list)
             for demand in use.demands:
                 if demand.decision.group is not None and (columns := self.sharding.wanting(demand, want)):
                     found[_reads_at(use, demand.decision.group)] += columns
             self._readers_of[use, want] = dict(found)
         return self._readers_of[use, want]
 
-    def _first_reads(self, use: Use, want: Want) -> Iterator[tuple[Place, Terms | None]]:
+    def _first_reads(self, use: Use, want: Want) -> Iterator[tuple[OpPlace, Terms | None]]:
         """Yield each place where a copy may be read first, with the terms that are 1 where it is."""
         readers = self._readers(use, want)
         sooner: list[int] = []
@@ -282,27 +282,27 @@ def _served_by(sharding: Sharding, served: tuple[Any, Want]) -> Any:
     return reader if is_one and all(reader.source is not tied.source for tied in sharding.tied) else served
 
 
-def _reads_at(use: Use, group: Group) -> Place:
+def _reads_at(use: Use, group: Group) -> OpPlace:
     """Return where a group reads a copy first: an op has its inputs made in their order, before it runs."""
     op = min((op for op in group.ops if use.tensor in op.inputs), key=lambda op: op.position)
     return 0, op.position, _READ * (op.inputs.index(use.tensor) - len(op.inputs))
 
 
-def _at(region: int, place: Place) -> Place:
+def _at(region: int, place: OpPlace) -> OpPlace:
     return region, *place[1:]
 
 
-def before(place: Place) -> Place:
+def before(place: OpPlace) -> OpPlace:
     """Return what comes directly before a place, in the forward."""
     return *place[:2], place[2] - _BEFORE
 
 
-def _during(place: Place, phase: int) -> Place:
+def _during(place: OpPlace, phase: int) -> OpPlace:
     """Return where what begins at a place takes its time: behind it, as the phase goes."""
     return place if phase == FORWARD else before(place)
 
 
-def _inside(op: Op, phase: int) -> Place:
+def _inside(op: Op, phase: int) -> OpPlace:
     """Return where an op communicates: when it is computed, in either phase."""
     return 0, op.position, _INSIDE if phase == FORWARD else -_INSIDE
 

@@ -22,7 +22,7 @@ from typing import Any
 from ...program.blocks import RegionClass
 from ...program.decisions import Overlap
 from ...program.layout import Layout
-from ...program.transition import Step, gradient_layout, transition
+from ...program.transition import ReshardStep, gradient_layout, transition
 from ...rank.travel import BUFFER_BYTES, Travel, issued_step, shared_buffer_bytes
 from ..problem.problem import Problem, Use, Want
 from .milp import Model, Terms
@@ -158,7 +158,7 @@ class Joined:
             back = replace(back, is_whole_sum=True)
         return Way(there, back)
 
-    def _leg(self, use: Use, steps: Sequence[Step], seconds: float, join: Join | None) -> Leg:
+    def _leg(self, use: Use, steps: Sequence[ReshardStep], seconds: float, join: Join | None) -> Leg:
         """Return the leg that takes `seconds` by itself; what it issues early, `travel.issued_step` says."""
         rest_s, number = _without(seconds, join), issued_step(steps)
         tensor, costs = use.source.tensor, self.problem.costs

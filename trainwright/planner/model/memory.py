@@ -45,7 +45,7 @@ from .offload import spans
 from .recompute import Recompute
 from .rerun_memory import RerunMemory
 from .sharding import Sharding
-from .tied import Place
+from .tied import RegionGroup
 from .update_memory import UpdateMemory
 from .waiting_gradients import WaitingGradients
 from .working_set import Item, find_items
@@ -89,7 +89,7 @@ class _Builder:
         self.kept: dict[RegionClass, int] = {}
         """MiB kept by all instances of a class."""
         self.items: dict[RegionClass, list[Item]] = defaultdict(list)
-        self.gradient_places: dict[Decision, list[Place]] = defaultdict(list)
+        self.gradient_places: dict[Decision, list[RegionGroup]] = defaultdict(list)
         """Where the backward begins to make each instance's gradient."""
         self._flights: dict[int, Terms] = {}
         """What other regions have on their way while a region's backward runs."""

@@ -33,7 +33,7 @@ from .milp import MIB, Model, Terms
 if TYPE_CHECKING:
     from .sharding import Sharding
 
-Place = tuple[int, int]
+RegionGroup = tuple[int, int]
 """A region and a group of it, in the order in which the forward runs."""
 SHARED = "what one copy for several readers holds"
 
@@ -46,8 +46,8 @@ class Tied:
     uses: tuple[Use, ...]
     wants: tuple[Want, ...]
     """The wants that readers of two regions may have."""
-    first: Place
-    last: Place
+    first: RegionGroup
+    last: RegionGroup
     reader: Decision
     """The group that reads first."""
 

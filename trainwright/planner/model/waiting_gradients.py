@@ -24,7 +24,7 @@ from ..problem.group_backward import runs_before
 from ..problem.problem import Decision, Problem, Source, Use, Want
 from .milp import MIB, Model, Terms
 from .sharding import Sharding, has_one_want, ones, wants_of
-from .tied import Place
+from .tied import RegionGroup
 
 HANDED_ON = "a gradient that was gathered is handed on"
 AT_A_COPY = "gradients of one copy's readers add up there"
@@ -173,7 +173,7 @@ class WaitingGradients:
                 terms.append((column, more / MIB))
         return terms
 
-    def _handed(self, source: Source, place: Place, reader: Use) -> Terms:
+    def _handed(self, source: Source, place: RegionGroup, reader: Use) -> Terms:
         """Return the padding that a gradient has from the one that its last reader was given, where that hands it on."""
         last = next(demand.decision for demand in reader.demands if demand.position == place[1])
         if not any(reader.tensor in op.passes_on for op in last.backwards):
@@ -197,9 +197,9 @@ class WaitingGradients:
         return self._handed_on[key]
 
 
-def _reads(uses: Iterable[Use]) -> dict[Source, dict[int, list[tuple[Place, Use]]]]:
+def _reads(uses: Iterable[Use]) -> dict[Source, dict[int, list[tuple[RegionGroup, Use]]]]:
     """Return, by the region that made each instance of what a group makes, where it is read, in order, and by which use."""
-    found: dict[Source, dict[int, list[tuple[Place, Use]]]] = defaultdict(lambda: defaultdict(list))
+    found: dict[Source, dict[int, list[tuple[RegionGroup, Use]]]] = defaultdict(lambda: defaultdict(list))
     for use in uses:
         for made, region in use.reaches():
             found[use.source][made] += [((region, demand.position), use) for demand in use.demands]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...artifacts import UserError
 from .. import adapters
-from ..regions import whole_region
+from ..extents import whole_extent
 from ..storage import StoredTensors
 from ..weights import checkpoint_folder
 from .checkpoint import ADAPTER, CONFIG
@@ -92,7 +92,7 @@ def _file_name(number: int, count: int) -> str:
 
 
 def _read(stored: StoredTensors, name: str) -> Tensor:
-    return stored.read(PREFIX + name, whole_region(stored.shape(PREFIX + name)))
+    return stored.read(PREFIX + name, whole_extent(stored.shape(PREFIX + name)))
 
 
 def _beside(stored: StoredTensors, plans: list[list[str]], folder: Path, target: Path) -> list[Path]:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ...artifacts import UserError
-from ..regions import whole_region
+from ..extents import whole_extent
 from ..storage import Piece, StoredTensors
 
 
@@ -21,7 +21,7 @@ def vectors_of(sync: Any, rank: int, copy: Callable[[Tensor], Tensor]) -> dict[s
         return {}
     state = sync.state_dict()["state"]
     vectors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    return {_place(name, rank): Piece(whole_region(value.shape), copy(value)) for name, value in vectors.items()}
+    return {_place(name, rank): Piece(whole_extent(value.shape), copy(value)) for name, value in vectors.items()}
 
 
 def numbers_of(sync: Any) -> dict[str, Any] | None:
@@ -54,7 +54,7 @@ def restore_sync(
     vectors = {}
     for name in names if same_layout else ():
         place = _place(name, rank)
-        vectors[name] = stored.read(place, whole_region(stored.shape(place)))
+        vectors[name] = stored.read(place, whole_extent(stored.shape(place)))
     left = tuple(sync.load_state_dict({**own, "state": {**own["state"], **vectors}}))
     return left if same_layout else (*left, *(name for name in names if name not in left))
 

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ...artifacts import UserError
+from ..extents import whole_extent
 from ..module import ParallelModule
-from ..regions import whole_region
 from ..storage import Piece, StoredTensors
 from ..tiered.in_host import values_of
 
@@ -37,7 +37,7 @@ def pieces_of(module: ParallelModule, optimizer: torch.optim.Optimizer, copy: Co
     for name, weight in module.named_parameters():
         pieces[f"model.{name}"] = _like_parameter(module, name, _resting(module, name, weight), copy)
     for name, buffer in saved_buffers(module).items():
-        pieces[f"model.{name}"] = Piece(whole_region(buffer.shape), copy(buffer))
+        pieces[f"model.{name}"] = Piece(whole_extent(buffer.shape), copy(buffer))
     for name, key, param, value in _states(module, optimizer):
         kind = _kind(param, value)
         if kind == SPLIT:
@@ -45,7 +45,7 @@ def pieces_of(module: ParallelModule, optimizer: torch.optim.Optimizer, copy: Co
         elif kind != VALUE:
             local = value.to_local() if isinstance(value, DTensor) else value
             place = _own_place(module, name, key) if kind == OWN else f"optimizer.{name}.{key}"
-            pieces[place] = Piece(whole_region(local.shape), copy(local))
+            pieces[place] = Piece(whole_extent(local.shape), copy(local))
     return pieces
 
 
@@ -72,9 +72,9 @@ def restore_tensors(
     with torch.no_grad():
         for name, param in module.named_parameters():
             local = _local(_resting(module, name, param))
-            local.copy_(stored.read(f"model.{name}", module.regions[name]).view(local.shape))
+            local.copy_(stored.read(f"model.{name}", module.extents[name]).view(local.shape))
         for name, buffer in saved_buffers(module).items():
-            buffer.copy_(stored.read(f"model.{name}", whole_region(buffer.shape)))
+            buffer.copy_(stored.read(f"model.{name}", whole_extent(buffer.shape)))
     optimizer.state.clear()
     offload = module.offloaded_states
     if offload is not None:
@@ -264,8 +264,8 @@ def _place(placement: Placement, key: str) -> int:
 
 
 def _like_parameter(module: ParallelModule, name: str, tensor: Tensor, copy: Copy) -> Piece:
-    region = module.regions[name]
-    return Piece(region, copy(_local(tensor)).view(region.local_shape))
+    extent = module.extents[name]
+    return Piece(extent, copy(_local(tensor)).view(extent.local_shape))
 
 
 def _resting(module: ParallelModule, name: str, param: Tensor) -> Tensor:
@@ -284,8 +284,8 @@ def _restored(module: ParallelModule, name: str, key: str, param: Tensor, kept: 
     place = _own_place(module, name, key) if kept.kind == OWN else f"optimizer.{name}.{key}"
     if place not in stored:
         raise UserError(f"{place} is needed; {stored.folder} lacks it; the checkpoint is damaged")
-    region = module.regions[name] if kept.kind == SPLIT else whole_region(stored.shape(place))
-    value = stored.read(place, region)
+    extent = module.extents[name] if kept.kind == SPLIT else whole_extent(stored.shape(place))
+    value = stored.read(place, extent)
     device = torch.device("cpu") if kept.on_host else module.device
     value = value.to(device)
     if kept.kind == SPLIT and isinstance(param, DTensor):

@@ -29,7 +29,7 @@ from ...rank.execute import Executor
 from ...rank.offload_states import check_updates_alone, with_groups
 from ...rank.step_hooks import before_each_step
 from ...tiers import DIRECTIONS, Layer, MemoryStore, Moved, StepTraffic, TierStore, now, placed, traffic
-from ..regions import Region
+from ..extents import Extent
 from .gone import gone_like
 from .lane import Lane
 from .options import TierOptions
@@ -124,11 +124,11 @@ class Tier:
         """Tell whether the tier has the values of a parameter; the host has none that stay in memory."""
         return self.policy.commits or self.leaving is None or name in self.leaving.values
 
-    def made(self, name: str, dtype: torch.dtype, region: Region, read: Callable[[str, Region], Tensor]) -> Tensor:
+    def made(self, name: str, dtype: torch.dtype, extent: Extent, read: Callable[[str, Extent], Tensor]) -> Tensor:
         """Return this rank's part of a new parameter in memory of its own; in a resumed run, uninitialised memory for it."""
         if self.options.resume:
-            return torch.empty(region.local_shape, dtype=dtype)
-        local = read(name, region).to(self.device, dtype).contiguous()
+            return torch.empty(extent.local_shape, dtype=dtype)
+        local = read(name, extent).to(self.device, dtype).contiguous()
         storage = local.untyped_storage()
         is_own = storage.resizable() and storage.nbytes() == local.numel() * local.element_size()
         return local if is_own else local.clone()

@@ -33,7 +33,7 @@ MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
-class Step:
+class StepResults:
     """The results of one step: its loss, whole gradients, and the buffers after it."""
 
     loss: float
@@ -49,12 +49,12 @@ class Reference:
         self.before = _copied({**dict(model.named_parameters()), **dict(model.named_buffers())})
         """Parameters and buffers before the step."""
 
-    def step(self) -> Step:
+    def step(self) -> StepResults:
         """Run forward and backward, and return their results."""
         loss = self._loss()
         loss.backward()
         gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
-        return Step(float(loss.detach()), gradients, _copied(dict(self.model.named_buffers())))
+        return StepResults(float(loss.detach()), gradients, _copied(dict(self.model.named_buffers())))
 
     def update(self, make_optimizer: MakeOptimizer, gradients: Tensors) -> Tensors:
         """Return the parameters after one step of the optimizer with the given gradients."""
@@ -113,7 +113,7 @@ class Exact(Reference):
         batch, autocast = plan_batch(self._plan), autocast_of(self._plan)
         return build_program(capture(model, batch, loss_fn, training=training, autocast=autocast))
 
-    def step(self) -> Step:
+    def step(self) -> StepResults:
         """Run forward and backward, and return their results."""
         with default_dtype(self._dtype):
             return super().step()

@@ -44,7 +44,7 @@ from .comparison import (
     worst_of,
 )
 from .ranks_draws import RanksDraws
-from .reference import Eager, Exact, MakeOptimizer, Reference, Step, Tensors, as_double, outputs_of
+from .reference import Eager, Exact, MakeOptimizer, Reference, StepResults, Tensors, as_double, outputs_of
 
 PeakOf = Callable[[Program, Decisions, Sequence[int], Mapping[str, list[int]]], int]
 """Predicts the peak of the rank at some coordinates, given the rows that each of its ops counted."""
@@ -149,14 +149,14 @@ class _Comparison:
             )
         return {**fields, "passed": loss_error <= loss_bar and holds, "notes": tuple(self.notes)}
 
-    def _gradients(self, parallel: Step, single: Step, exact: Step) -> Worst:
+    def _gradients(self, parallel: StepResults, single: StepResults, exact: StepResults) -> Worst:
         """Compare the gradients; those that the plan estimates as they are with all rows kept."""
         own = None if single is exact else gradient_errors(single.gradients, exact.gradients)
         draws = self.parallel.draws
         found = parallel.gradients if draws is None else {**parallel.gradients, **draws.exact}
         return worst_of(gradient_errors(found, single.gradients), own)
 
-    def _buffers(self, parallel: Step, single: Step, exact: Step) -> Worst | None:
+    def _buffers(self, parallel: StepResults, single: StepResults, exact: StepResults) -> Worst | None:
         """Return the worst error of the buffers over all ranks, since every rank holds all buffers."""
         if not single.buffers:
             return None
@@ -218,7 +218,7 @@ class _Parallel:
         self.draws: Draws | None = None
         """The comparison of the gradients that the plan estimates, once `step` was called; None where it estimates none."""
 
-    def step(self) -> Step:
+    def step(self) -> StepResults:
         with default_dtype(self._dtype):
             if self._sampled:
                 self._draw()
@@ -226,7 +226,7 @@ class _Parallel:
             loss = find_loss(self._output())
             loss.backward()
         buffers = self._of_all_stages({name: buffer.detach().clone() for name, buffer in self.module.named_buffers()})
-        return Step(float(loss.detach()), _on_host(full_gradients(self.module)), _on_host(buffers))
+        return StepResults(float(loss.detach()), _on_host(full_gradients(self.module)), _on_host(buffers))
 
     def _draw(self) -> None:
         """Take the gradients that the plan estimates with all rows kept, and in several draws; nothing of it remains."""

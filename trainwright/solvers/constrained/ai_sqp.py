@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...artifacts import UserError
 from ...numerics.linesearch import armijo
-from ..driver import Callback, Ended, Limits, Measured, Run, drive
+from ..driver import Callback, Ended, Limits, LoopResult, Measured, drive
 from ..outcome import Status
 from ..seeds import as_numpy_generator
 from .ending import ConstrainedResult, message, only_violation_is_left, why_dependent
@@ -304,7 +304,7 @@ def _vector(values: Any) -> tuple[Array, Callable[[Array], Any]]:
     return array, lambda x: back_like(values, x)
 
 
-def _result(run: Run[Point], method: _AiSqp, back: Callable[[Array], Any]) -> ConstrainedResult:
+def _result(run: LoopResult[Point], method: _AiSqp, back: Callable[[Array], Any]) -> ConstrainedResult:
     best, counts = run.best, run.counts
     c = best.values.constraints
     status = run.status

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...artifacts import UserError
-from ..driver import Callback, Counts, Limits, Measured, Run, drive
+from ..driver import Callback, Counts, Limits, LoopResult, Measured, drive
 from ..outcome import Result, Status
 from ..seeds import as_generator
 from . import losses
@@ -182,7 +182,7 @@ class _Admm:
         return float(fit + self.beta * v.norm(dim=-1).sum())
 
 
-def _result(admm: _Admm, run: Run[_State], X: Tensor) -> ReLUProgrammeResult:
+def _result(admm: _Admm, run: LoopResult[_State], X: Tensor) -> ReLUProgrammeResult:
     network: TwoLayerReLU = recover(run.best.v)
     primal, dual = admm.residuals(run.best)
     return ReLUProgrammeResult(

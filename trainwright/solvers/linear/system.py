@@ -13,7 +13,7 @@ from scipy.sparse import linalg as sparse_linalg
 from torch import Tensor
 
 from ...artifacts import UserError
-from ..driver import Run
+from ..driver import LoopResult
 from ..outcome import Result, Status
 
 Array = np.ndarray
@@ -153,7 +153,7 @@ def scipy_callback(callback: Callable[[Any], Any] | None, x_of: Callable[[Any], 
     return lambda moment: callback(x_of(moment.state)) if moment.nit else None
 
 
-def as_result(run: Run[Any], x: Any, counts: Mapping[str, int]) -> LinearResult:
+def as_result(run: LoopResult[Any], x: Any, counts: Mapping[str, int]) -> LinearResult:
     return LinearResult(
         x=x, fun=run.best_measured.residual, success=run.status.success, status=run.status, message=run.message,
         nit=run.nit, nfev=counts["matvecs"], history=run.history, residual_norm=run.best_measured.residual,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ..driver import Measured, Run
+from ..driver import LoopResult, Measured
 from ..outcome import Result, Status
 from .problem import Kept, Problem
 
@@ -47,7 +47,7 @@ class TransportResult(Result):
         return self.problem.whole_plan(*self.x)
 
 
-def as_result(problem: Problem, run: Run[Potentials]) -> TransportResult:
+def as_result(problem: Problem, run: LoopResult[Potentials]) -> TransportResult:
     best, measured = run.best, run.best_measured
     transport, entropy = problem.objective(best.f, best.g)
     counts = run.counts

@@ -4,7 +4,7 @@ A split along an inner factor of a dim (the heads of a fused QKV weight) is seve
 split is one. Code that reads or writes weights (files, checkpoints) uses these boxes, so it never depends on how a plan
 stores a tensor.
 
-    slots, layout, coords  →  an interval list per dim  →  their products, the boxes      `region_of`
+    slots, layout, coords  →  an interval list per dim  →  their products, the boxes      `extent_of`
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Region:
+class Extent:
     """The part of a tensor of global `shape` that a rank holds, as a tensor of `local_shape`."""
 
     shape: tuple[int, ...]
@@ -45,29 +45,29 @@ class Region:
     boxes: tuple[Box, ...]
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Return a copy of the entries of `whole` in this region, as the rank's part."""
+        """Return a copy of the entries of `whole` in this extent, as the rank's part."""
         part = whole.new_empty(self.local_shape)
         for box in self.boxes:
             box.of_part(part).copy_(box.of_whole(whole))
         return part
 
 
-def whole_region(shape: Sequence[int]) -> Region:
-    """Return the region of all entries of a tensor.
+def whole_extent(shape: Sequence[int]) -> Extent:
+    """Return the extent of all entries of a tensor.
 
-    >>> whole_region((2, 3)).boxes
+    >>> whole_extent((2, 3)).boxes
     (Box(offset=(0, 0), local=(0, 0), size=(2, 3)),)
     """
-    return region_of(shape, [], (), (), ())
+    return extent_of(shape, [], (), (), ())
 
 
-def region_of(
+def extent_of(
     shape: Sequence[int], slots: Sequence[Slot], layout: Layout, mesh: Sequence[int], coords: Sequence[int]
-) -> Region:
-    """Return the region that the rank at `coords` holds of a tensor of global `shape` in `layout`.
+) -> Extent:
+    """Return the extent that the rank at `coords` holds of a tensor of global `shape` in `layout`.
 
     >>> qkv = [Slot(0, 3), Slot(0, 4)]                         # three matrices of four heads in one dim of 12
-    >>> [box.offset for box in region_of((12,), qkv, (1,), (2,), (1,)).boxes]
+    >>> [box.offset for box in extent_of((12,), qkv, (1,), (2,), (1,)).boxes]
     [(2,), (6,), (10,)]
     """
     per_dim = []
@@ -78,7 +78,7 @@ def region_of(
         per_dim.append(_intervals(sizes, held))
     boxes = [_box(choice) for choice in itertools.product(*per_dim)]
     part = local_shape(shape, slots, layout, mesh, coords)
-    return Region(tuple(shape), part, tuple(box for box in boxes if math.prod(box.size)))
+    return Extent(tuple(shape), part, tuple(box for box in boxes if math.prod(box.size)))
 
 
 def _held(size: int, slot: int, layout: Layout, mesh: Sequence[int], coords: Sequence[int]) -> tuple[int, int]:
