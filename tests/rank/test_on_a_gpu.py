@@ -14,7 +14,7 @@ from trainwright.rank.execute import Executor
 from trainwright.rank.instructions import Compute
 from trainwright.rank.local import build_local
 from trainwright.rank.reshard import SimulatedCommunicator
-from trainwright.rank.run_state import Call, RunState
+from trainwright.rank.run_state import BoundCall, RunState
 from trainwright.torch_internals.fakes import new_mode
 
 DEVICE = torch.device("meta")
@@ -51,7 +51,7 @@ def test_every_tensor_of_a_step_is_on_the_ranks_device(name: str, seed: int, mon
     assert all(grad is not None and grad.device == DEVICE for grad in grads)
 
 
-def checked(call: Call, instruction: Compute) -> Call:
+def checked(call: BoundCall, instruction: Compute) -> BoundCall:
     def run(env: dict[int, object], state: RunState) -> None:
         call(env, state)
         for index in instruction.outputs:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 
-class Call(NamedTuple):
+class KernelCall(NamedTuple):
     """One call of an ATen op on real tensors."""
 
     func: Any
@@ -20,7 +20,7 @@ class Call(NamedTuple):
     kwargs: Mapping[str, Any] = MappingProxyType({})
 
 
-def suite(quick: bool) -> Iterator[Call]:
+def suite(quick: bool) -> Iterator[KernelCall]:
     """Yield the calls to measure, from small sizes to large."""
     for dtype in ("fp32",) if quick else ("fp32", "bf16"):
         yield from _products(dtype, quick)
@@ -34,7 +34,7 @@ def suite(quick: bool) -> Iterator[Call]:
         yield from _products("fp64", quick=True)
 
 
-def _products(dtype: str, quick: bool) -> Iterator[Call]:
+def _products(dtype: str, quick: bool) -> Iterator[KernelCall]:
     """Rows, reduced and columns over what layers have; those of many seconds are left out."""
     import torch
 
@@ -43,15 +43,15 @@ def _products(dtype: str, quick: bool) -> Iterator[Call]:
     for m, k, n in itertools.product(sizes, repeat=3):
         if 2 * m * k * n <= limit:
             left, weight = _random(dtype, m, k), _random(dtype, n, k)
-            yield Call(aten.mm.default, (left, _random(dtype, k, n)), dtype)
-            yield Call(aten.addmm.default, (weight[:, 0].clone(), left, weight.t()), dtype)
+            yield KernelCall(aten.mm.default, (left, _random(dtype, k, n)), dtype)
+            yield KernelCall(aten.addmm.default, (weight[:, 0].clone(), left, weight.t()), dtype)
     for b, m, k in itertools.product((16,), (32, 128, 512), (64,)) if quick else _batched():
-        yield Call(aten.bmm.default, (_random(dtype, b, m, k), _random(dtype, b, m, k).transpose(1, 2)), dtype)
-        yield Call(aten.bmm.default, (_random(dtype, b, m, m), _random(dtype, b, m, k)), dtype)
+        yield KernelCall(aten.bmm.default, (_random(dtype, b, m, k), _random(dtype, b, m, k).transpose(1, 2)), dtype)
+        yield KernelCall(aten.bmm.default, (_random(dtype, b, m, m), _random(dtype, b, m, k)), dtype)
     one_token_each = () if quick else itertools.product((8, 512), (64, 256), (64, 256))
     for b, m, k in one_token_each:
-        yield Call(aten.bmm.default, (_random(dtype, b, m, k), _random(dtype, b, k, 1)), dtype)
-        yield Call(aten.bmm.default, (_random(dtype, b, m, 1), _random(dtype, b, 1, k)), dtype)
+        yield KernelCall(aten.bmm.default, (_random(dtype, b, m, k), _random(dtype, b, k, 1)), dtype)
+        yield KernelCall(aten.bmm.default, (_random(dtype, b, m, 1), _random(dtype, b, 1, k)), dtype)
 
 
 def _batched() -> Iterator[tuple[int, int, int]]:
@@ -59,7 +59,7 @@ def _batched() -> Iterator[tuple[int, int, int]]:
     yield from itertools.product((16,), (128, 512), (32, 128))
 
 
-def _grouped(dtype: str, quick: bool) -> Iterator[Call]:
+def _grouped(dtype: str, quick: bool) -> Iterator[KernelCall]:
     """The products of experts: as many rows for each, of two widths."""
     import torch
 
@@ -73,13 +73,13 @@ def _grouped(dtype: str, quick: bool) -> Iterator[Call]:
         wide, narrow = _random(dtype, groups * rows, inner), _random(dtype, groups * rows, width)
         for left, columns in ((narrow, inner), (wide, width)):
             matrices = _random(dtype, groups, left.shape[1], columns)
-            yield Call(ours.grouped_mm.default, (left, matrices, ends), dtype)
+            yield KernelCall(ours.grouped_mm.default, (left, matrices, ends), dtype)
             back = matrices.transpose(1, 2)
-            yield Call(ours.grouped_mm.default, (_random(dtype, groups * rows, columns), back, ends), dtype)
-        yield Call(ours.grouped_outer.default, (narrow, wide, ends), dtype)
+            yield KernelCall(ours.grouped_mm.default, (_random(dtype, groups * rows, columns), back, ends), dtype)
+        yield KernelCall(ours.grouped_outer.default, (narrow, wide, ends), dtype)
 
 
-def _attention(dtype: str, quick: bool) -> Iterator[Call]:
+def _attention(dtype: str, quick: bool) -> Iterator[KernelCall]:
     import torch
 
     aten = torch.ops.aten
@@ -88,12 +88,12 @@ def _attention(dtype: str, quick: bool) -> Iterator[Call]:
     lengths, widths = ((64, 512), (64,)) if quick else ((16, 64, 256, 1024), (16, 64, 128))
     for s, d, causal in itertools.product(lengths, widths, (False, True)):
         q, k, v, grad = (_random(dtype, 2, 4, s, d) for _ in range(4))
-        yield Call(forward, (q, k, v, 0.0, causal), dtype)
+        yield KernelCall(forward, (q, k, v, 0.0, causal), dtype)
         out, log_sum = forward(q, k, v, 0.0, causal)
-        yield Call(backward, (grad, q, k, v, out, log_sum, 0.0, causal), dtype)
+        yield KernelCall(backward, (grad, q, k, v, out, log_sum, 0.0, causal), dtype)
 
 
-def _convolutions(dtype: str, quick: bool) -> Iterator[Call]:
+def _convolutions(dtype: str, quick: bool) -> Iterator[KernelCall]:
     import torch
 
     aten = torch.ops.aten
@@ -107,16 +107,18 @@ def _convolutions(dtype: str, quick: bool) -> Iterator[Call]:
         yield from _convolution(aten, dtype, c, c, size, kernel, groups=c)
 
 
-def _convolution(aten: Any, dtype: str, c_in: int, c_out: int, size: int, kernel: int, groups: int) -> Iterator[Call]:
+def _convolution(
+    aten: Any, dtype: str, c_in: int, c_out: int, size: int, kernel: int, groups: int
+) -> Iterator[KernelCall]:
     x, weight = _random(dtype, 4, c_in, size, size), _random(dtype, c_out, c_in // groups, kernel, kernel)
     grad, rest = _random(dtype, 4, c_out, size, size), ([1, 1], [kernel // 2] * 2, [1, 1], False, [0, 0], groups)
-    yield Call(aten.convolution.default, (x, weight, None, *rest), dtype)
-    yield Call(aten.convolution_backward.default, (grad, x, weight, None, *rest, [True, True, False]), dtype)
+    yield KernelCall(aten.convolution.default, (x, weight, None, *rest), dtype)
+    yield KernelCall(aten.convolution_backward.default, (grad, x, weight, None, *rest, [True, True, False]), dtype)
     if c_in == 3:
-        yield Call(aten.convolution_backward.default, (grad, x, weight, None, *rest, [False, True, False]), dtype)
+        yield KernelCall(aten.convolution_backward.default, (grad, x, weight, None, *rest, [False, True, False]), dtype)
 
 
-def _movers(dtype: str, quick: bool) -> Iterator[Call]:
+def _movers(dtype: str, quick: bool) -> Iterator[KernelCall]:
     """What moves memory, on rows of 256 elements."""
     import torch
 
@@ -124,12 +126,12 @@ def _movers(dtype: str, quick: bool) -> Iterator[Call]:
     for num_rows in sizes:
         x, y = _random(dtype, num_rows, 256), _random(dtype, num_rows, 256)
         for func, args in itertools.chain(_unary(x, y), _binary(x, y), _updates(x, y)):
-            yield Call(func, args, dtype)
+            yield KernelCall(func, args, dtype)
         by_tanh = {"approximate": "tanh"}
-        yield Call(torch.ops.aten.gelu.default, (x,), dtype, by_tanh)
-        yield Call(torch.ops.aten.gelu_backward.default, (x, y), dtype, by_tanh)
+        yield KernelCall(torch.ops.aten.gelu.default, (x,), dtype, by_tanh)
+        yield KernelCall(torch.ops.aten.gelu_backward.default, (x, y), dtype, by_tanh)
         in_order = {"memory_format": torch.contiguous_format}
-        yield Call(torch.ops.aten.clone.default, (_out_of_order(x),), dtype, in_order)
+        yield KernelCall(torch.ops.aten.clone.default, (_out_of_order(x),), dtype, in_order)
 
 
 def _unary(x: Any, y: Any) -> Iterator[tuple[Any, tuple[Any, ...]]]:
@@ -167,7 +169,7 @@ def _binary(x: Any, y: Any) -> Iterator[tuple[Any, tuple[Any, ...]]]:
     yield aten.slice_backward.default, (y, [x.shape[0], 512], 1, 0, 256, 1)
 
 
-def _in_rows(dtype: str, quick: bool) -> Iterator[Call]:
+def _in_rows(dtype: str, quick: bool) -> Iterator[KernelCall]:
     """Softmax and norms, over rows of several lengths."""
     import torch
 
@@ -176,16 +178,16 @@ def _in_rows(dtype: str, quick: bool) -> Iterator[Call]:
     for num_rows, length in sizes:
         x, y = _random(dtype, num_rows, length), _random(dtype, num_rows, length)
         weight = x[0].clone()
-        yield Call(aten._softmax.default, (x, -1, False), dtype)
-        yield Call(aten._safe_softmax.default, (x, -1), dtype)
-        yield Call(aten._softmax_backward_data.default, (x, y, -1, x.dtype), dtype)
-        yield Call(aten._log_softmax.default, (x, -1, False), dtype)
-        yield Call(aten._log_softmax_backward_data.default, (x, y, -1, x.dtype), dtype)
+        yield KernelCall(aten._softmax.default, (x, -1, False), dtype)
+        yield KernelCall(aten._safe_softmax.default, (x, -1), dtype)
+        yield KernelCall(aten._softmax_backward_data.default, (x, y, -1, x.dtype), dtype)
+        yield KernelCall(aten._log_softmax.default, (x, -1, False), dtype)
+        yield KernelCall(aten._log_softmax_backward_data.default, (x, y, -1, x.dtype), dtype)
         norm = (x, [length], weight, weight, 1e-5)
-        yield Call(aten.native_layer_norm.default, norm, dtype)
+        yield KernelCall(aten.native_layer_norm.default, norm, dtype)
         _, *stats = aten.native_layer_norm.default(*norm)
         backward = (y, x, [length], *stats, weight, weight, [True, True, True])
-        yield Call(aten.native_layer_norm_backward.default, backward, dtype)
+        yield KernelCall(aten.native_layer_norm_backward.default, backward, dtype)
 
 
 def _updates(x: Any, y: Any) -> Iterator[tuple[Any, tuple[Any, ...]]]:
@@ -208,37 +210,37 @@ def _out_of_order(x: Any) -> Any:
     return x.view(-1, 4, 8, 8).transpose(1, 2)
 
 
-def _pooling_and_gathers(quick: bool) -> Iterator[Call]:
+def _pooling_and_gathers(quick: bool) -> Iterator[KernelCall]:
     import torch
 
     aten = torch.ops.aten
     for size in (14, 28) if quick else (14, 28, 56, 112):
         x = _random("fp32", 4, 64, size, size)
         stats = (torch.ones(64), torch.zeros(64), torch.zeros(64), torch.ones(64))
-        yield Call(aten.native_batch_norm.default, (x, *stats, True, 0.1, 1e-5), "fp32")
+        yield KernelCall(aten.native_batch_norm.default, (x, *stats, True, 0.1, 1e-5), "fp32")
         kept = (torch.zeros(64), torch.ones(64))
         backward = (x, x, stats[0], stats[2], stats[3], *kept, True, 1e-5, [True, True, True])
-        yield Call(aten.native_batch_norm_backward.default, backward, "fp32")
+        yield KernelCall(aten.native_batch_norm_backward.default, backward, "fp32")
         pool = ([3, 3], [2, 2], [1, 1], [1, 1], False)
-        yield Call(aten.max_pool2d_with_indices.default, (x, *pool), "fp32")
+        yield KernelCall(aten.max_pool2d_with_indices.default, (x, *pool), "fp32")
         out, places = aten.max_pool2d_with_indices.default(x, *pool)
-        yield Call(aten.max_pool2d_with_indices_backward.default, (out, x, *pool, places), "fp32")
+        yield KernelCall(aten.max_pool2d_with_indices_backward.default, (out, x, *pool, places), "fp32")
     for num_rows, num_entries in ((64, 4096), (1024, 4096)) if quick else ((64, 128), (1024, 4096), (8192, 131072)):
         table, rows = _random("fp32", num_entries, 256), torch.arange(num_rows) % num_entries
-        yield Call(aten.embedding.default, (table, rows), "fp32")
+        yield KernelCall(aten.embedding.default, (table, rows), "fp32")
     for num_rows, width, num_entries in _tables(quick):
         grad, rows = _random("fp32", num_rows, width), torch.arange(num_rows) % num_entries
-        yield Call(aten.embedding_dense_backward.default, (grad, rows, num_entries, -1, False), "fp32")
+        yield KernelCall(aten.embedding_dense_backward.default, (grad, rows, num_entries, -1, False), "fp32")
     for num_rows, width in ((64, 256), (256, 4096)) if quick else ((16, 64), (64, 1024), (256, 16384), (512, 65536)):
         table, rows = _random("fp32", 16, width), torch.arange(num_rows) % 16
-        yield Call(aten.index.Tensor, (table, [rows]), "fp32")
-        yield Call(aten.index_put.default, (table, [rows], _random("fp32", num_rows, width), True), "fp32")
+        yield KernelCall(aten.index.Tensor, (table, [rows]), "fp32")
+        yield KernelCall(aten.index_put.default, (table, [rows], _random("fp32", num_rows, width), True), "fp32")
     for num_rows, num_classes in ((64, 16), (1024, 1024)) if quick else ((64, 16), (1024, 1024), (512, 32768)):
         logits, labels = _random("fp32", num_rows, num_classes), torch.arange(num_rows) % num_classes
         reduced = (None, 1, -100)
-        yield Call(aten.nll_loss_forward.default, (logits, labels, *reduced), "fp32")
+        yield KernelCall(aten.nll_loss_forward.default, (logits, labels, *reduced), "fp32")
         loss, weight = aten.nll_loss_forward.default(logits, labels, *reduced)
-        yield Call(aten.nll_loss_backward.default, (loss, logits, labels, *reduced, weight), "fp32")
+        yield KernelCall(aten.nll_loss_backward.default, (loss, logits, labels, *reduced, weight), "fp32")
 
 
 def _tables(quick: bool) -> Iterator[tuple[int, int, int]]:

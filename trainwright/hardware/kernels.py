@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from .kernel_suite import Call, suite
+from .kernel_suite import KernelCall, suite
 
 Clock = Callable[[Callable[[], Any], float], float]
 """(what to run, seconds to spend) → seconds of one run: `measure` has that of several ranks."""
@@ -68,7 +68,7 @@ def rounded(value: float) -> float:
     return float(f"{value:.4g}") if math.isfinite(value) else value
 
 
-def _in_turn(call: Call, num_turns: int, num_held: int) -> Callable[[], None]:
+def _in_turn(call: KernelCall, num_turns: int, num_held: int) -> Callable[[], None]:
     """The call on tensors that take turns, the last `num_held` results kept until all have run."""
     func, kwargs, every = call.func, call.kwargs, [call.args, *(_copied(call.args) for _ in range(num_turns - 1))]
 

@@ -303,7 +303,7 @@ def _with_stages(plan: Plan, staged: StagedAnswer, task: Task) -> Plan:
 
 
 def _owned(place: Place, decisions: Decisions) -> tuple[str, ...]:
-    """The parameters that one rank steps on for all."""
+    """Return the parameters that one rank steps on for all."""
     task, costs = place.task, place.problem.costs
     trained = (tensor for tensor in task.program.params if tensor.requires_grad)
     return tuple(
@@ -340,7 +340,7 @@ def _with_budget(predicted: Predicted, task: Task) -> Predicted:
 
 
 def _gathered(program: Program, price: Price) -> tuple[str, ...]:
-    """A note on the ops that no rule describes, with what running them whole takes of the step."""
+    """Return a note on the ops that no rule describes, with what running them whole takes of the step."""
     ops = [op for op in program.ops if not op.constant and not op.signature.known]
     if not ops:
         return ()
@@ -353,7 +353,7 @@ def _gathered(program: Program, price: Price) -> tuple[str, ...]:
 
 
 def _discovered(program: Program) -> tuple[str, ...]:
-    """A note on the ops whose rule was found by trying."""
+    """Return a note on the ops whose rule was found by trying."""
     names = sorted({op.name for op in program.ops if op.signature.discovered})
     if not names:
         return ()
@@ -363,7 +363,7 @@ def _discovered(program: Program) -> tuple[str, ...]:
 
 
 def _promise(decisions: Decisions, budget_bytes: int | None) -> tuple[str, ...]:
-    """A note on what the peak hangs on, where rows of experts depend on the data."""
+    """Return a note on what the peak depends on, where rows of experts depend on the data."""
     routed = [group for group, split in decisions.splits.items() if is_routed(group, split, decisions.mesh)]
     if not routed:
         return ()
@@ -376,7 +376,7 @@ def _promise(decisions: Decisions, budget_bytes: int | None) -> tuple[str, ...]:
 
 
 def _sampled(problem: Problem, decisions: Decisions) -> tuple[str, ...]:
-    """A note on the linear maps whose weights' gradients are estimates, and how far these scatter at most."""
+    """Return a note on the linear maps whose weights' gradients are estimates, and how far these scatter at most."""
     found = [d for d in problem.groups if d.group is not None and share_of(decisions.splits[d.group])]
     if not found:
         return ()
@@ -392,7 +392,7 @@ def _sampled(problem: Problem, decisions: Decisions) -> tuple[str, ...]:
 
 
 def _passes(task: Task) -> tuple[str, ...]:
-    """A note on an optimizer whose step takes more than one forward and backward pass."""
+    """Return a note on an optimizer whose step takes more than one forward and backward pass."""
     num_passes = task.optimizer_cost.num_passes
     if num_passes == 1.0:
         return ()

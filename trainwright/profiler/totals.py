@@ -15,7 +15,7 @@ from ..hardware import collectives
 from .cost import Costs
 from .modules import block_patterns
 from .processes import Communication, collective_of, is_prefetched, waits
-from .tracker import op_name
+from .tracker import packet_name
 
 _MAX_OPS = 200
 """The length of the list of hottest ops."""
@@ -137,7 +137,7 @@ class Totals:
         patterns = block_patterns(model)
         sums: dict[tuple[str, str, str], _Tally] = defaultdict(_Tally)
         for (phase, path, func), tally in self.tallies.items():
-            total = sums[op_name(func), patterns.get(path, path), phase]
+            total = sums[packet_name(func), patterns.get(path, path), phase]
             for field in fields(_Tally):
                 setattr(total, field.name, getattr(total, field.name) + getattr(tally, field.name))
         ordered = sorted(sums.items(), key=lambda item: (-item[1].time_s, -item[1].heavy, -item[1].moved_bytes))

@@ -260,7 +260,7 @@ class MemoryTracker(PlainDispatchMode):
         phase, func, path = self._peak_call
         if func is None:
             return phase
-        return f"{phase}: {op_name(func)}" + (f" in {path}" if path else "")
+        return f"{phase}: {packet_name(func)}" + (f" in {path}" if path else "")
 
     @property
     def live_breakdown(self) -> dict[str, int]:
@@ -496,7 +496,7 @@ class MemoryTracker(PlainDispatchMode):
         by = self._by_category
         return MemoryPoint.model_construct(
             phase=self.current_phase,
-            op=op_name(func),
+            op=packet_name(func),
             path=self.path,
             live_bytes=self.live_bytes,
             param_bytes=by["param"],
@@ -523,6 +523,6 @@ def _is_wrapper(kind: type) -> bool:
     return hasattr(kind, "__tensor_flatten__")
 
 
-def op_name(func: Any) -> str:
+def packet_name(func: Any) -> str:
     """Return an op's name without its overload: `aten.mm`."""
     return str(getattr(func, "overloadpacket", func))

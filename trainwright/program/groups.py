@@ -85,7 +85,7 @@ class Group:
                     yield op, place, tensor
 
     def outputs(self) -> list[Tensor]:
-        """The tensors that are read outside the group, or by nobody."""
+        """Return the tensors that are read outside the group, or by nobody."""
         inside = set(self.ops)
         return [
             tensor
@@ -231,7 +231,7 @@ def _place(ops: Sequence[Op]) -> int:
 
 
 def _join(op: Op, sources: set[int], member: dict[Op, int], ops: list[list[Op]], before: list[set[int]]) -> int | None:
-    """The group that `op` should join, if any: it must not make two groups wait for each other."""
+    """Return the group that `op` should join, if any: it must not make two groups wait for each other."""
     if op.kind == "heavy":
         return None
     producers = [t.producer for t in op.inputs if t.producer is not None and t.producer in member]
@@ -250,7 +250,7 @@ def _join(op: Op, sources: set[int], member: dict[Op, int], ops: list[list[Op]],
 
 
 def _followable(op: Op) -> bool:
-    """A view of several tensors joins nothing but its own kind."""
+    """Tell whether an op may join the group that makes one of its operands."""
     return op.kind in ("elementwise", "view")
 
 

@@ -179,7 +179,7 @@ class Program:
 
 def build_program(captured: Captured) -> Program:
     """Turn the captured graph into a `Program`: signatures, factors, blocks, groups."""
-    builder = _Builder(captured)
+    builder = _ProgramBuilder(captured)
     builder.walk()
     real_ops = [op for op in builder.ops if not op.constant]
     regions = find_regions(real_ops)
@@ -205,7 +205,7 @@ def _tie(region_class: RegionClass) -> None:
                 unify(factors, twin.loops[name])
 
 
-class _Builder:
+class _ProgramBuilder:
     """Walks the graph once and gives every op its signature and every dim its factors."""
 
     def __init__(self, captured: Captured) -> None:

@@ -27,7 +27,7 @@ from .execute import Executor
 from .instructions import Compute, Instruction, Ref, Reshard
 from .local import LocalProgram, fill_arguments
 from .reshard import Route
-from .run_state import Call, RunState
+from .run_state import BoundCall, RunState
 
 Sources = Mapping[ProgramTensor, Tensor]
 
@@ -202,14 +202,14 @@ def _filled(tree: Any, env: Mapping[int, Any]) -> Any:
     return tuple(_filled(item, env) for item in tree) if isinstance(tree, (list, tuple)) else tree
 
 
-def _given(output: int, first: int) -> Call:
+def _given(output: int, first: int) -> BoundCall:
     def call(env: dict[int, Any], state: RunState) -> None:
         env[output] = state.known[first]
 
     return call
 
 
-def _unless_known(compute: Call, output: int) -> Call:
+def _unless_known(compute: BoundCall, output: int) -> BoundCall:
     def call(env: dict[int, Any], state: RunState) -> None:
         if output in state.known:
             env[output] = state.known[output]
@@ -219,7 +219,7 @@ def _unless_known(compute: Call, output: int) -> Call:
     return call
 
 
-def _times_known(compute: Call, output: int) -> Call:
+def _times_known(compute: BoundCall, output: int) -> BoundCall:
     def call(env: dict[int, Any], state: RunState) -> None:
         compute(env, state)
         env[output] = env[output] * state.factors[output].to(env[output].dtype)
@@ -227,7 +227,7 @@ def _times_known(compute: Call, output: int) -> Call:
     return call
 
 
-def _times(compute: Call, outputs: Sequence[int], factor: float) -> Call:
+def _times(compute: BoundCall, outputs: Sequence[int], factor: float) -> BoundCall:
     def call(env: dict[int, Any], state: RunState) -> None:
         compute(env, state)
         for output in outputs:

@@ -25,7 +25,7 @@ from .randomness import with_state
 from .region_memory import RegionMemory, unpack
 from .reruns import Rerun, gathering_before, reruns_of
 from .reshard import reshard
-from .run_state import Call, RunState
+from .run_state import BoundCall, RunState
 
 
 @dataclass(eq=False)
@@ -78,7 +78,7 @@ class Executor:
             self.step(run, region, start, stop)
         return self.end(run)
 
-    def again(self, index: int) -> Call:
+    def again(self, index: int) -> BoundCall:
         """Return the call by which the backward recomputes the outputs of instruction `index`."""
         call, elsewhere = self.replays.get(index, self.calls[index]), self.elsewhere
         if elsewhere is None:
@@ -169,7 +169,7 @@ class Executor:
                 self._free(run, index)
 
 
-def _prepare(instruction: Instruction, coords: Sequence[int]) -> Call:
+def _prepare(instruction: Instruction, coords: Sequence[int]) -> BoundCall:
     """Bind an instruction to a function of the environment, with no search left to do at run time."""
     match instruction:
         case Compute():
@@ -188,7 +188,7 @@ def _prepare(instruction: Instruction, coords: Sequence[int]) -> Call:
             return hand_on
 
 
-def _prepared_reshard(instruction: Reshard) -> Call:
+def _prepared_reshard(instruction: Reshard) -> BoundCall:
     source, result, there, back = instruction.source, instruction.result, instruction.there, instruction.back
 
     def change(env: dict[int, Any], state: RunState) -> None:
@@ -200,7 +200,7 @@ def _prepared_reshard(instruction: Reshard) -> Call:
     return change if instruction.differentiable else change_without_gradient
 
 
-def _prepared_open(instruction: Open) -> Call:
+def _prepared_open(instruction: Open) -> BoundCall:
     bucket, params, tokens = instruction.bucket, instruction.params, instruction.tokens
 
     def open_bucket(env: dict[int, Any], state: RunState) -> None:
@@ -209,7 +209,7 @@ def _prepared_open(instruction: Open) -> Call:
     return open_bucket
 
 
-def _prepared_close(instruction: Close) -> Call:
+def _prepared_close(instruction: Close) -> BoundCall:
     bucket, place, token, result = instruction.bucket, instruction.place, instruction.token, instruction.result
 
     def close(env: dict[int, Any], state: RunState) -> None:
@@ -218,7 +218,7 @@ def _prepared_close(instruction: Close) -> Call:
     return close
 
 
-def _prepared_op(instruction: Compute, coords: Sequence[int]) -> Call:
+def _prepared_op(instruction: Compute, coords: Sequence[int]) -> BoundCall:
     function = with_sum(instruction) or with_state(instruction, coords)
     outputs = instruction.outputs
     compute = _bind(instruction) if function is None else _bind_stateful(function, instruction)
@@ -240,7 +240,7 @@ def _prepared_op(instruction: Compute, coords: Sequence[int]) -> Call:
     return call
 
 
-def _unless_there(compute: Call, output: int) -> Call:
+def _unless_there(compute: BoundCall, output: int) -> BoundCall:
     def call(env: dict[int, Any], state: RunState) -> None:
         if output not in env:
             compute(env, state)

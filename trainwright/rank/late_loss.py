@@ -16,7 +16,7 @@ from ..program.transition import ReshardStep
 from .instructions import Ref, Reshard
 from .local import LocalProgram
 from .reshard import Route
-from .run_state import Call, Finish, RunState
+from .run_state import BoundCall, Finish, RunState
 from .travel import only_sums
 
 
@@ -36,7 +36,7 @@ def comes_late(program: Program, steps: Sequence[ReshardStep]) -> bool:
     return program.num_runs == 1 and only_sums(steps) and not program.loss.consumers
 
 
-def late(compute: Call, summing: Reshard) -> Call:
+def late(compute: BoundCall, summing: Reshard) -> BoundCall:
     """Return the call of the instruction that sums the loss: `compute`, unless the run takes the value late."""
     source, result, there, back = summing.source, summing.result, summing.there, summing.back
 

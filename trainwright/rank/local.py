@@ -75,10 +75,10 @@ def build_local(
     all_outputs: give all outputs, for validation.
     """
     outputs = program.outputs if all_outputs else program.kept_outputs
-    return _Builder(program, decisions, communicator).build(outputs)
+    return _LocalBuilder(program, decisions, communicator).build(outputs)
 
 
-class _Builder:
+class _LocalBuilder:
     def __init__(self, program: Program, decisions: Decisions, communicator: Communicator) -> None:
         self.program, self.decisions, self.communicator = program, decisions, communicator
         self.values: list[Value] = []

@@ -22,7 +22,7 @@ from .instructions import Compute, Instruction
 from .local import LocalProgram
 from .offload import OffloadedStorage, OffloadRun
 from .reruns import Rerun
-from .run_state import Call, RunState
+from .run_state import BoundCall, RunState
 
 
 class Reruns(Protocol):
@@ -31,7 +31,7 @@ class Reruns(Protocol):
     local: LocalProgram
     released: set[tuple[int, int]]
 
-    def again(self, index: int) -> Call:
+    def again(self, index: int) -> BoundCall:
         """Return the call by which the backward recomputes the outputs of instruction `index`."""
 
 

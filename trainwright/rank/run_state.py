@@ -47,5 +47,5 @@ class RunState:
         return (self.seed, self.step, self.micro) if self.micro else (self.seed, self.step)
 
 
-Call = Callable[[dict[int, Any], RunState], None]
+BoundCall = Callable[[dict[int, Any], RunState], None]
 """An instruction that is bound to run: it reads its inputs from an environment of values, and adds its outputs to it."""

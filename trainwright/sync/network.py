@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from .requests import Members
 from .trade import num_rounds
 
-Call = tuple[str, int]
+CommCall = tuple[str, int]
 """A call of torch.distributed, and the bytes of one part; of a broadcast, those of the tensor."""
 
 
@@ -69,7 +69,7 @@ class Network:
         """
         return max(paid_s, now_s - self.burst_bytes / bytes_per_s) + num_bytes * self.wire / bytes_per_s
 
-    def collective_s(self, calls: Sequence[Call], members: Members, is_idle: bool = True) -> float:
+    def collective_s(self, calls: Sequence[CommCall], members: Members, is_idle: bool = True) -> float:
         """Return the seconds of collectives that follow one another directly.
 
         all_to_all, all_gather: each member sends n − 1 parts, in the rounds of `trade`, each of which waits for one latency.
@@ -80,7 +80,7 @@ class Network:
         latency_s, load, bytes_per_s = self.collective(calls, members)
         return latency_s + self.busy_s(load, bytes_per_s, is_idle)
 
-    def collective(self, calls: Sequence[Call], members: Members) -> tuple[float, float, float]:
+    def collective(self, calls: Sequence[CommCall], members: Members) -> tuple[float, float, float]:
         """Return the latency of collectives in seconds, the bytes on the busiest link, and its bytes a second."""
         n, (latency_s, bytes_per_s) = len(members), self.slowest(members)
         deep = math.ceil(math.log2(n))

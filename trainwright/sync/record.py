@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .network import Call, Network
+from .network import CommCall, Network
 from .requests import Members
 from .traffic import all_reduce_bytes
 
@@ -84,7 +84,7 @@ class Message:
             return network.burst_bytes
         return max(0.0, network.burst_bytes - network.wire * network.collective(*self._calls(size))[1])
 
-    def _calls(self, size: Size) -> tuple[list[Call], Members]:
+    def _calls(self, size: Size) -> tuple[list[CommCall], Members]:
         """Return the collectives of one occurrence, and their members."""
         n, total = size.num_workers, self.total_bytes(size)
         if self.kind == "broadcast":

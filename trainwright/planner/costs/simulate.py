@@ -37,7 +37,7 @@ from ...rank.offload import CountingStore
 from ...rank.offload_states import StateOffload
 from ...rank.pipeline import NoLink, Piece, PipelineRunner
 from ...rank.reshard import SimulatedCommunicator
-from ...rank.run_state import Call, RunState
+from ...rank.run_state import BoundCall, RunState
 from ...rank.stage_actions import Action, Schedule, stage_actions
 from ...torch_internals.fakes import new_mode
 from .costs import OptimizerCost, whole_pieces
@@ -410,7 +410,7 @@ def fuse_attention(executor: Executor, target: Target) -> None:
             executor.calls[instruction.index] = _under(executor.calls[instruction.index], state)
 
 
-def _under(call: Call, state: RunState) -> Call:
+def _under(call: BoundCall, state: RunState) -> BoundCall:
     def run(env: dict[int, Any], _: RunState) -> None:
         call(env, state)
 

@@ -233,7 +233,7 @@ class _Flags:
                 self.found.add(f"{self.region_class.members[member].ops[position].key}.in{place}")
 
     def _flag_same_memory(self, use: Use, position: int, place: int) -> None:
-        """A copy that differs in its gradient alone shares the tensor's memory, and its fate."""
+        """Treat a copy that differs in its gradient alone as the tensor, whose memory it shares."""
         for member in use.members:
             op = self.region_class.members[member].ops[position]
             if self._is_flagged(op.inputs[place]):
@@ -252,7 +252,7 @@ class _Flags:
             tensor = op.inputs[source]
 
     def _copies(self, use: Use, native: Layout) -> dict[Want, tuple[int, int]]:
-        """The converted copies of a use under the chosen splits: want → the op and place that ask for it first."""
+        """Return the converted copies of a use under the chosen splits: want → the op and place that ask for it first."""
         due = gradient_layout(native)
         found: dict[Want, tuple[int, int]] = {}
         for op in self.region_class.representative.ops:

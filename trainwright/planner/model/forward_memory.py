@@ -204,7 +204,7 @@ class ForwardMemory:
         return {key: self._column(terms) for key, terms in table.items()}
 
     def _passing(self, stored: Stored) -> int:
-        """A column of what one instance that is not kept takes."""
+        """Return the column of the MiB that an output takes in one instance, less the share that is kept."""
         source = stored.source
         count, terms = source.decision.count, []
         for native, chosen in self.sharding.yields(source).items():

@@ -71,7 +71,7 @@ class Memory:
 
 def add_memory(model: Model, problem: Problem, sharding: Sharding, recompute: Recompute, budget_bytes: float) -> Memory:
     """Add the rows; `budget_bytes` may be changed afterwards with `set_budget`."""
-    memory = _Builder(model, problem, sharding, recompute).build()
+    memory = _RowBuilder(model, problem, sharding, recompute).build()
     set_budget(model, memory, budget_bytes)
     return memory
 
@@ -81,7 +81,7 @@ def set_budget(model: Model, memory: Memory, budget_bytes: float) -> None:
     model.upper[memory.peak] = budget_bytes / MIB - memory.static_mib
 
 
-class _Builder:
+class _RowBuilder:
     def __init__(self, model: Model, problem: Problem, sharding: Sharding, recompute: Recompute) -> None:
         self.model, self.problem, self.sharding, self.recompute = model, problem, sharding, recompute
         self.passed: dict[tuple[RegionClass, float], Terms] = defaultdict(list)

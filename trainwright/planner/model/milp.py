@@ -348,7 +348,7 @@ def _silent() -> Any:
 
 
 def _scale_of(costs: Iterable[float]) -> float:
-    """The power of two that brings the largest cost to 1: the solver's tolerances are absolute, and a step may take 0.1 ms."""
+    """Return the power of two that brings the largest cost to 1: the solver's tolerances are absolute, a step may take 0.1 ms."""
     largest = max(map(abs, costs), default=0.0)
     return 2.0 ** max(0, -math.floor(math.log2(largest))) if largest > 0 else 1.0
 

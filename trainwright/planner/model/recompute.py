@@ -82,10 +82,10 @@ class Recompute:
 
 def add_recompute(model: Model, problem: Problem, sharding: Sharding) -> Recompute:
     """Add the columns and rows of the memory half to `model`."""
-    return _Builder(model, problem, sharding).build()
+    return _FateBuilder(model, problem, sharding).build()
 
 
-class _Builder:
+class _FateBuilder:
     def __init__(self, model: Model, problem: Problem, sharding: Sharding) -> None:
         self.model, self.problem, self.sharding = model, problem, sharding
         self.columns = Recompute()
@@ -160,7 +160,7 @@ class _Builder:
         self.model.row(NEED, terms, lower=float(decision.count))
 
     def _add_copies(self, use: Use) -> None:
-        """A converted copy of a want: kept, or converted again from what the layout of the source is."""
+        """Add the columns of converted copies: how many instances keep each, and how many convert it again, from which layout."""
         if not self._may_matter(use):
             return
         count = float(use.count)
@@ -202,7 +202,7 @@ class _Builder:
         self.columns.convert[use, native, want] = column
 
     def _add_sources(self, use: Use) -> None:
-        """A conversion starts from what is there; where one reader asks for one copy, all of a source share a row."""
+        """Add the rows by which a conversion starts from what is there: one a source, where one reader asks for one copy."""
         single = has_one_want(use)
         for native, chosen in self.sharding.yields(use.source).items():
             found = [self.columns.convert.get((use, native, want)) for want in wants_of(use)]
@@ -229,7 +229,7 @@ class _Builder:
         return terms
 
     def _root_layout(self, use: Use, stored: Stored, native: Layout) -> set[Layout]:
-        """The layouts of the memory behind a view that is in layout `native`."""
+        """Return the layouts of the memory behind a view that is in layout `native`."""
         return {root for root, own in zip(stored.source.natives, use.source.natives) if own == native}
 
     def _available(self, use: Use, want: Want) -> Terms:

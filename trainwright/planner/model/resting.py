@@ -54,10 +54,10 @@ def add_resting(
     model: Model, problem: Problem, sharding: Sharding, recompute: Recompute, policy: Policy, tier: Tier
 ) -> Moved:
     """Add the columns and rows of what may rest on disks, and return what they move."""
-    return _Builder(model, problem, sharding, recompute, policy, tier).build()
+    return _RestingBuilder(model, problem, sharding, recompute, policy, tier).build()
 
 
-class _Builder:
+class _RestingBuilder:
     def __init__(
         self, model: Model, problem: Problem, sharding: Sharding, recompute: Recompute, policy: Policy, tier: Tier
     ) -> None:

@@ -162,7 +162,7 @@ def _other_readers(tied: Tied, sharding: Sharding, want: Want) -> Iterator[list[
 
 
 def _edge_s(problem: Problem, use: Use, native: Layout, want: Want) -> tuple[float, float] | None:
-    """The seconds, there and back, of one change of layout; None where it is not offered."""
+    """Return the seconds, forward and backward, of one change of layout; None where it is not offered."""
     there, back = aligned(use, native, want)
     if is_large(problem) and not (is_plain(native, there) and is_plain(back, gradient_layout(native))):
         return None

@@ -122,10 +122,10 @@ def copies_made_again(problem: Problem, recompute: Recompute) -> dict[Use, Terms
 
 def find_items(model: Model, problem: Problem, sharding: Sharding, recompute: Recompute) -> list[Item]:
     """Add the columns of every piece, with the rows that tie them together."""
-    return list(_Builder(model, problem, sharding, recompute).items())
+    return list(_ItemBuilder(model, problem, sharding, recompute).items())
 
 
-class _Builder:
+class _ItemBuilder:
     def __init__(self, model: Model, problem: Problem, sharding: Sharding, recompute: Recompute) -> None:
         self.model, self.problem, self.sharding, self.recompute = model, problem, sharding, recompute
         self.again = copies_made_again(problem, recompute)
@@ -197,7 +197,7 @@ class _Builder:
         )  # fmt: skip
 
     def _copies(self, use: Use) -> Item:
-        """The converted copies of a use; wants that differ share no memory, so they add up."""
+        """Return the item of a use's converted copies; copies of different wants share no memory, so their bytes add up."""
         recompute, wants = self.recompute, wants_of(use)
         keys = [(use, want) for want in wants if (use, want) in recompute.keep_copy]
         kept = [(recompute.keep_copy[key], recompute.copy_mib[key]) for key in keys]

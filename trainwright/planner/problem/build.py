@@ -23,10 +23,10 @@ from .strategies import batch_factor, group_options, param_options
 
 def build_problem(program: Program, costs: CostModel, optimizer: OptimizerCost) -> Problem:
     """Return the planning problem: every option with its seconds and bytes."""
-    return _Builder(program, costs, optimizer).build()
+    return _ProblemBuilder(program, costs, optimizer).build()
 
 
-class _Builder:
+class _ProblemBuilder:
     def __init__(self, program: Program, costs: CostModel, optimizer: OptimizerCost) -> None:
         self.program, self.costs, self.optimizer = program, costs, optimizer
         self.samples = batch_factor(program)

@@ -132,7 +132,7 @@ def faster_kept(solver: Solver, settings: Settings, step_s: float, prices: Price
 
 
 def unproven(solver: Solver, found: Answer) -> Answer:
-    """A recipe's answer with the gap that it has in the whole space, of which no more is known than without a budget."""
+    """Return a recipe's answer with its gap in the whole space, of which no more is known than the bound without a budget."""
     return found.bounded(solver.lower_bound_s())
 
 

@@ -370,7 +370,7 @@ class Solver:
         return Least(least, rows_peak, bound, binding, slower)
 
     def _mostly_peak(self, settings: Settings) -> dict[int, float]:
-        """The cost of what the rows hold at their peak, in MiB; in a large model, with a little of the seconds.
+        """Return the cost of what the rows hold at their peak, in MiB; in a large model, with a little of the seconds.
 
         It is the same for every budget: so the smallest plan that one question names is found again by the next.
         """
@@ -460,7 +460,7 @@ class Solver:
         return sum(decision.resting_bytes(options[decision]) for decision in self.problem.params)
 
     def _plain_with_rest(self) -> tuple[Model, Sharding, int]:
-        """The model of the sharding alone, with a row of what rests in memory."""
+        """Return the model of the sharding alone, with a row of what rests in memory."""
         if self._rest is None:
             model = Model()
             sharding = add_sharding(model, self.problem, self.travel_within)
@@ -493,7 +493,7 @@ def _different(found: Iterable[Options | None]) -> list[Options]:
 
 
 def _shared_at(sharding: Sharding, choice: Choice) -> dict[int, float]:
-    """The columns that say whether one gathered copy serves several regions, with the values that they have under `choice`."""
+    """Return the columns that say whether one gathered copy serves several regions, with their values under `choice`."""
     return {
         column: float((source, want) in choice.shared and source.natives[choice.options[source.decision]] == native)
         for (source, native, want), column in sharding.shared.items()
@@ -502,13 +502,13 @@ def _shared_at(sharding: Sharding, choice: Choice) -> dict[int, float]:
 
 
 def _loosened(given: Restriction) -> Restriction:
-    """The restriction with every change of layout allowed, and a note of it."""
+    """Return the restriction with every change of layout allowed, and a note of it."""
     note = "the recipe's own changes of layout lead to no plan for this model; gathers and scatters are allowed"
     return replace(given, forbids=None, notes=[*given.notes, note])
 
 
 def _tight_rows(model: Model, memory: Memory, values: np.ndarray) -> tuple[str, ...]:
-    """The names of the rows that reach the peak, the fullest first."""
+    """Return the names of the rows that reach the peak, the fullest first."""
     loads = memory.loads(values)
     peak = max(loads.values(), default=0.0)
     near = sorted((row for row, load in loads.items() if load >= 0.995 * peak), key=lambda row: -loads[row])

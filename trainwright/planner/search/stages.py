@@ -263,7 +263,7 @@ def forbid(model: Model, sharding: Sharding, options: Options) -> None:
 
 
 def _forbidden(sharding: Sharding, restriction: Restriction) -> dict[int, float]:
-    """The columns of what is not allowed, held at zero."""
+    """Return the columns of what is not allowed, held at zero."""
     fixed: dict[int, float] = {}
     for decision, options in restriction.allowed.items():
         for option, column in enumerate(sharding.choice[decision]):
@@ -280,7 +280,7 @@ def _forbidden(sharding: Sharding, restriction: Restriction) -> dict[int, float]
 
 
 def _fates(recompute: Recompute | None, restriction: Restriction) -> dict[int, float]:
-    """The columns that pinned groups may not use: reruns of what is kept, keeping what is recomputed."""
+    """Return the columns that pinned groups may not use: reruns of what is kept, keeping what is recomputed."""
     fixed: dict[int, float] = {}
     if recompute is None:
         return fixed

@@ -24,7 +24,7 @@ from ...rank.execute import Executor
 from ...rank.instructions import Compute, Value
 from ...rank.local import build_local
 from ...rank.reshard import SimulatedCommunicator
-from ...rank.run_state import Call, RunState
+from ...rank.run_state import BoundCall, RunState
 from ...torch_internals.dtypes import default_dtype, in_precision
 from ..sharding import own_part
 
@@ -33,7 +33,7 @@ from ..sharding import own_part
 class _Part:
     """One rank's call of an op, with the values that it reads and makes."""
 
-    call: Call
+    call: BoundCall
     coords: tuple[int, ...]
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
@@ -68,7 +68,7 @@ class RanksDraws:
                 dtypes = [_dtype(executor.local.program, executor.local.values[index]) for index in instruction.outputs]
                 executor.calls[instruction.index] = self._joined(instruction, dtypes)
 
-    def _joined(self, whole: Compute, dtypes: Sequence[torch.dtype]) -> Call:
+    def _joined(self, whole: Compute, dtypes: Sequence[torch.dtype]) -> BoundCall:
         parts = self.parts[whole.key].values()
 
         def call(env: dict[int, Any], state: RunState) -> None:
