@@ -1,8 +1,8 @@
 """The search of one question: of all spaces that wait, the one with the least bound is searched next.
 
-One incumbent holds the fastest plan, what is proven, the clock and Ctrl-C (`incumbent`); a space says what may follow from its
-result (`ways`, `forms`). A space takes at most half of the time that is left, so that none starves those behind it, and so do all
-spaces of one priority together, where others wait.
+A space is a part of what may be chosen (`ways`, `forms`); searching one may add others to the queue. One incumbent holds the
+fastest plan, what is proven, the clock and Ctrl-C (`incumbent`). A space takes at most half of the time that is left, so that
+time remains for those behind it; where spaces of another priority wait, all spaces of one priority together take at most half.
 """
 
 from __future__ import annotations

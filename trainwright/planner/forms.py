@@ -1,9 +1,9 @@
 """The forms of a question, each captured when its turn comes, and pipeline stages, as spaces of the search.
 
-A form trains the same model on the same batch: in more micro-batches, with its loss in chunks, without offloading, resting on the
-host, with sampled gradients. None makes a step faster by itself, but for the last; they take less memory, or are solved sooner,
-and are looked at where memory binds. Stages come behind plans without any or, where memory binds those, before them. `Priority` has
-the order of all.
+A form trains the same model on the same batch in another program: in more micro-batches, with its loss in chunks, without
+offloading, resting on the host, with sampled gradients. Only the last makes a step faster by itself. The others take less
+memory, or are solved sooner, so they are searched where memory binds. Stages come behind plans without any or, where memory
+binds those, before them. `Priority` has the order of all.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Finding the fastest answer whose simulated peak is within a budget: solve, simulate, move the rows' budget, solve again.
 
-The rows count a little too much, for some shardings more than for others. So no one budget of the rows is right for all:
-at one that lets a careful sharding in, another is let in that does not fit. What does not fit, or leaves much, is therefore
-fitted by itself too: with its sharding held, only what is kept is chosen anew, under a budget of the rows of its own.
+The rows differ a little from the simulation, for some shardings more than for others, so no one row budget is right for all:
+one that admits a sharding which fits also admits another which does not. A sharding whose answer does not fit, or leaves much
+of the budget, is therefore fitted by itself too: the sharding is held, and only what is kept is chosen anew, under a row budget
+of its own.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The joint answer is no slower than that of a known sharding.
+"""Holds a search's answer against known shardings and those of the recipes, so that it is no slower than theirs.
 
-By the rows no sharding can be faster. But the rows count a little too much, for some plans more than for others, so a
-sharding that comes second by the rows may keep more within the true budget; and the objective is a little off, so of two that
-are nearly alike by it the second may be faster. Each known sharding is given the chance, and judged by what its step takes. Where
-the search ended far from what is proven, what lies between its answer and the relaxation is looked at, and what a search one by
-one comes upon (`proposed_one_by_one`).
+By the rows and the objective no sharding is faster than the answer. Both are approximations. The rows count some shardings a
+little more too much than others, so one that comes second may keep more within the true budget; the objective differs a little
+from the price, so of two that are nearly equal the second may be faster. So each known sharding is fitted to the budget, and
+the one whose step takes least is the answer. Where the gap is wide, two more sources of shardings are tried: the options that
+the relaxation mixes (`Fitting.beside`), and a search in which parameters travel one by one (`proposed_one_by_one`).
 
-Where everything is kept, known shardings and those of the recipes are priced as they are (`faster_kept`).
+Where everything is kept, known shardings and those of the recipes are priced without being fitted (`faster_kept`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Solving one problem: the sharding alone, then both halves under the budget, and a simulation that has the last word.
 
-1. without memory rows. If the simulated peak of that answer fits, it is the optimum; where the rows see it far above the
-   budget, it is not even simulated.
-2. with them: the relaxation, then branch and bound on the sharding (`stages`, `branching`).
-3. simulate; over the budget → tighten the rows by the excess and solve again; far below it → loosen them (`fitting`).
+1. Solve without memory rows. If the simulated peak of that answer fits, it is the optimum; where the rows count far more than the
+   budget for it, it is not even simulated.
+2. Solve with memory rows: the relaxation, then branch and bound on the sharding (`stages`, `branching`).
+3. Simulate the answer. Where its peak exceeds the budget, tighten the row budget by the excess and solve again; where it is far
+   below, loosen it (`fitting`).
 """
 
 from __future__ import annotations

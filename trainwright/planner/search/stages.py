@@ -1,7 +1,7 @@
 """One solve in stages: the relaxation, then branch and bound on the sharding, with a small MIP of counts at each leaf.
 
-A small model is solved whole at once, as one MIP. Where the relaxation itself takes too long, shardings that are known
-to be good (`starts`) take its place, without a bound.
+A small model is solved at once, as one MIP. Where the relaxation itself takes too long, known shardings (`starts`) take its
+place, and nothing is proven.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The two-stage baseline: shard first with activations ignored, then recompute for that sharding alone.
 
-The first stage must guess how much of the budget parameters may take; several shares are tried, and the sharding that is
-fastest without a budget, and the best is kept.
+The first stage must guess how much of the budget parameters may take. Several shares are tried, and the sharding that is
+fastest without a budget; the fastest answer of all is returned.
 """
 
 from __future__ import annotations
