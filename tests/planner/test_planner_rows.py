@@ -118,19 +118,19 @@ def excess(solver: Solver, options: Options, *, is_spare: bool = False) -> float
 HELD = {
     # gathers and exchanges are padded: a batch of 4 on 8 devices; sums hand padding on; gradients wait that came before
     ("vit-tiny", "8xa100"): 0.003,
-    ("resnet-tiny", "8xa100"): 0.007,  # buffers and statistics of norms take whole blocks of the allocator
+    ("resnet-tiny", "8xa100"): 0.003,  # buffers and statistics of norms take whole blocks of the allocator
     ("bert-tiny", "8xa100"): 0.002,  # readers of one copy add up their gradients there, whole
-    ("gpt2-tiny", "8xa100"): 0.003,
-    ("gpt2-tiny", "2x2xh100"): 0.003,  # q, k and v are views; gradients come to rest as blocks of their own
-    ("llama-tiny", "2x2xh100"): 0.0035,  # a group whose ops are apart: silu(gate) · up
+    ("gpt2-tiny", "8xa100"): 0.001,
+    ("gpt2-tiny", "2x2xh100"): 0.0015,  # q, k and v are views; gradients come to rest as blocks of their own
+    ("llama-tiny", "2x2xh100"): 0.001,  # a group whose ops are apart: silu(gate) · up
     ("resnet-tiny", "cpu:4"): 0.005,  # convolutions of a part take scratch memory of their own
-    ("vit-tiny", "2x2xh100"): 0.006,  # gradients that are reduced by themselves, in several steps, are on their way
+    ("vit-tiny", "2x2xh100"): 0.003,  # gradients that are reduced by themselves, in several steps, are on their way
     ("t5-tiny", "2x2xh100"): 0.007,  # masks and indices; the encoder's output is read by every block of the decoder
     ("mixtral-tiny", "2xh100"): 0.001,  # experts
 }
 """By model and hardware, how far rows may be from the simulation."""
-HELD_AHEAD = {("vit-tiny", "8xa100"): 0.005, ("bert-tiny", "8xa100"): 0.0025}
-"""The same of what holds least `ahead`, where that is another."""
+HELD_AHEAD = {("gpt2-tiny", "2x2xh100"): 0.005}
+"""The same of what holds least `ahead`, where that search ends 2 % from its bound, and rows have slack that nothing holds down."""
 WAYS = ("none", "buckets", "ahead")
 
 

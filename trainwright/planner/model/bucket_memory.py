@@ -11,6 +11,7 @@
                                                   throughout its backward, and these come to rest at its end, which is a moment
                                                   by itself (`coming_to_rest`)
     at rest    Σ f · what rounding to blocks adds     of gradients that end in memory of their own, not as a part of a buffer
+               512 · n − Σ f · bytes, n whole     of those that are scattered together, and of the sums that stay whole
     ahead      in the forward the copies for the next region; in the backward the gradients of the region behind, which are on
                their way, and the copies that the region before gathers again, if it does. The row of the last instance also
                stands for the instances between, which have both (`_between`)
@@ -26,9 +27,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
+
 from ...program.blocks import RegionClass
 from ...program.layout import Layout
-from ...rank.travel import Travel, held_share, issued_step, regions_ahead
+from ...rank.travel import Kinds, Travel, held_share, issued_step, regions_ahead
 from ..problem.problem import Decision, Problem, Source, Use, Want
 from .joined import travel_of
 from .milp import MIB, Model, Terms
@@ -37,6 +40,7 @@ from .sharding import Sharding, has_one_want
 from .tied import RegionGroup
 
 AHEAD = "what is gathered a region ahead"
+BLOCKS = "buffers of gradients take whole blocks"
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,8 @@ class _Part:
     """The part of its gradient that comes to rest when the region's backward ends."""
     is_small: bool = True
     """True if it shares a collective with others."""
+    key: tuple[Kinds, torch.dtype] | None = None
+    """The key that gradients of one buffer have in common."""
 
     @cached_property
     def position(self) -> int:
@@ -80,6 +86,9 @@ class BucketMemory:
         self._padding: dict[Decision, Terms] = defaultdict(list)
         """What memory of its own holds beyond a gradient, by the parameter."""
         self._carried: set[int] = set()
+        self._rounding: dict[RegionClass, Terms] = defaultdict(list)
+        """What blocks of the allocator add to the gradients that one instance scatters together."""
+        self._rounding_of_sums: Terms = []
         if not sharding.joined.in_buckets:
             return
         self._first_given: dict[Source, int] = defaultdict(int)
@@ -98,6 +107,7 @@ class BucketMemory:
                 self._again[use.region_class].append(self._gathered(use, native, want, column, use.count))
                 self._flow_of[column] = sharding.flow[use, native, want]
         self._share = held_share([tensor.num_bytes for tensor in problem.program.params], one_region=False)
+        self._add_rounding()
 
     def _add(self, use: Use, native: Layout, want: Want, column: int) -> None:
         if native != want[0]:
@@ -124,7 +134,7 @@ class BucketMemory:
             if more_mib:
                 self._padding[use.source.decision].append((column, more_mib))
             return
-        part = _Part(use, column, travel.num_bytes / MIB, rest_mib, not travel.fills_buffer)
+        part = _Part(use, column, travel.num_bytes / MIB, rest_mib, not travel.fills_buffer, travel.reduction_key)
         if part.is_small:
             self._carried.add(column)
         if travel.is_whole_sum:
@@ -148,6 +158,26 @@ class BucketMemory:
         held = travel.num_bytes if number is None else costs.step_held_bytes(tensor, travel.back[number])
         return max(0, held - costs.block_bytes(tensor, native)) / MIB
 
+    def _add_rounding(self) -> None:
+        """Add the columns of what whole blocks of the allocator add to gradients that come to rest as parts of one buffer."""
+        for region_class, parts in self._scattered.items():
+            for together in _by_key(parts):
+                added = self._rounding_of(together)
+                self._rounding[region_class] += added
+                self._padding[together[0].use.source.decision] += added
+        for together in _by_key(self._sums):
+            self._rounding_of_sums += self._rounding_of(together, of_all_instances=True)
+
+    def _rounding_of(self, parts: list[_Part], *, of_all_instances: bool = False) -> Terms:
+        """Return the term of what rounding the bytes of one buffer up to blocks adds; none where the device rounds nothing."""
+        block_bytes = self.problem.costs.taken_bytes(1)
+        if block_bytes == 1:
+            return []
+        num_blocks, added = self.model.column(integer=True), self.model.column(block_bytes / MIB)
+        terms = [(part.column, part.rest_mib * (part.use.count if of_all_instances else 1)) for part in parts]
+        self.model.row(BLOCKS, [*terms, (added, 1.0), (num_blocks, -block_bytes / MIB)], 0.0, 0.0)
+        return [(added, 1.0)]
+
     def padding_at_rest(self, decision: Decision, num: int) -> Terms:
         """Return the terms of what `num` gradients of a parameter at rest hold beyond their elements."""
         return [(column, num * size) for column, size in self._padding[decision]]
@@ -156,23 +186,32 @@ class BucketMemory:
         """Tell whether the gradient of a reshard shares a buffer with others."""
         return column in self._carried
 
-    def forward(self, region_class: RegionClass, position: int) -> Terms:
-        """Return the terms of the copies that are gathered already while a group runs, for later groups."""
+    def forward(self, region_class: RegionClass, position: int, kept: Terms) -> Terms:
+        """Return the terms of the copies that are gathered already while a group runs, for later groups.
+
+        kept: what one instance of the class keeps.
+        """
         parts = self._gathers[region_class]
         own = [(part.column, part.mib) for part in parts if not part.is_small and part.position > position]
         own += _not_copied_out(parts, position)
-        return own + self._next_gathers(region_class) if self.ahead else own
+        return own + self._next_gathers(region_class, kept) if self.ahead else own
 
     def rerun(self, region_class: RegionClass, position: float) -> Terms:
         """Return the terms of what is gathered again and waits to be copied out while a group runs again."""
         return _not_copied_out(self._again[region_class], position)
 
-    def _next_gathers(self, region_class: RegionClass) -> Terms:
-        """Return the terms of the copies for the next region: one of the same class, or the one behind them all."""
+    def _next_gathers(self, region_class: RegionClass, kept: Terms) -> Terms:
+        """Return the terms of the copies for the next region, beside the last instance of a class or the one before that.
+
+        The last one runs beside the copies for the region behind them all. The one before runs beside those of its own class,
+        when one instance less is kept.
+        """
         if region_class not in self._next:
-            own = region_class if region_class.multiplicity > 1 else None
-            classes = [own, self._beside(region_class.members[-1].index, 1)]
-            self._next[region_class] = self.model.largest(AHEAD, (_whole(self._gathers[c]) for c in classes if c))
+            behind = self._beside(region_class.members[-1].index, 1)
+            beside = [[] if behind is None else _whole(self._gathers[behind])]
+            if region_class.multiplicity > 1:
+                beside.append([*_whole(self._gathers[region_class]), *((column, -size) for column, size in kept)])
+            self._next[region_class] = self.model.largest(AHEAD, beside)
         return self._next[region_class]
 
     def in_flight(self, region_class: RegionClass, region: int, fewer: Terms) -> Terms:
@@ -246,7 +285,12 @@ class BucketMemory:
 
     def coming_to_rest(self, region_class: RegionClass) -> Terms:
         """Return the terms of a region's gradients at rest that come when its backward ends: they are scattered then."""
-        return [(part.column, part.rest_mib) for part in self._scattered[region_class]]
+        parts = [(part.column, part.rest_mib) for part in self._scattered[region_class]]
+        return [*parts, *self._rounding[region_class]]
+
+    def of_sums_at_rest(self) -> Terms:
+        """Return the terms of what blocks add to the buffers of sums that stay whole."""
+        return self._rounding_of_sums
 
     def opened(self, region_class: RegionClass, position: int) -> Terms:
         """Return the terms of the buffer that is allocated when a group's backward has made the first gradient of a region."""
@@ -283,12 +327,21 @@ class BucketMemory:
 
     def _of_sums(self, region: int, position: float) -> Terms:
         first = max((part.last_place for part in self._sums), default=(-1, -1))
-        terms: Terms = []
+        terms = [*self._rounding_of_sums] if (region, position) <= first else []
         for part in self._sums if (region, position) <= first else ():
             num = sum(part.use.region_class.members[member].index < region for member in part.use.members)
             if num and part.is_small:
                 terms.append((part.column, num * part.mib * self._share))
         return terms
+
+
+def _by_key(parts: list[_Part]) -> list[list[_Part]]:
+    """Return the parts that come to rest in the same buffer, for each buffer."""
+    found: dict[tuple[Kinds, torch.dtype] | None, list[_Part]] = defaultdict(list)
+    for part in parts:
+        if part.is_small and part.rest_mib:
+            found[part.key].append(part)
+    return list(found.values())
 
 
 def _last_region(use: Use) -> int:

@@ -159,6 +159,11 @@ class ForwardMemory:
         """Yield each group with what is alive while the last instance of it runs forward."""
         for region_class in self.problem.program.classes:
             region = region_class.members[-1].index
+            own = [
+                (column, 1 / region_class.multiplicity)
+                for (owner, _), column in self.kept.items()
+                if owner is region_class
+            ]
             for decision in self.problem.of_class(region_class):
                 assert decision.group is not None
                 position = decision.group.index
@@ -166,7 +171,7 @@ class ForwardMemory:
                 alive = self._alive(region_class, position)
                 terms += [(column, 1.0) for stored in alive if (column := self.passing.get(stored)) is not None]
                 terms += self.changes.forward(decision) + self.changes.shared.forward(region_class, position)
-                terms += self.changes.buckets.forward(region_class, position)
+                terms += self.changes.buckets.forward(region_class, position, own)
                 terms += self.recompute.on_the_way(region_class)
                 yield decision, terms
         yield from self._results()

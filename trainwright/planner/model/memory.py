@@ -372,6 +372,7 @@ class _RowBuilder:
         if self.gradients_add_up_to_all:
             trained = [decision for decision in self.problem.params if decision.tied[0].is_trained]
             terms = [term for decision in trained for term in self._at_rest(decision, decision.count)]
+            terms += self.changes.buckets.of_sums_at_rest()
         for stored in self.problem.stored:
             if stored.held:
                 for native in filter(stored.is_result, self.sharding.yields(stored.source)):
