@@ -141,6 +141,8 @@ WAYS = ("none", "buckets", "ahead")
             *(("gpt2-tiny", "8xa100", way) for way in WAYS),
             ("resnet-tiny", "cpu:4", "none"),
             ("vit-tiny", "8xa100", "none"),
+            ("vit-tiny", "8xa100", "ahead"),
+            ("bert-tiny", "8xa100", "buckets"),
             ("resnet-tiny", "8xa100", "ahead"),
         ],
         [(*case, way) for case in HELD for way in WAYS],
