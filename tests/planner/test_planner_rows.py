@@ -311,7 +311,7 @@ def test_operands_are_converted_one_after_the_other_and_an_early_op_runs_again_e
 
 
 def test_where_the_update_holds_most_what_is_left_of_the_parameter_before_counts() -> None:
-    """Of few rows in wide layers; torch's loop keeps the root of the last second moment until it has made the next one."""
+    """Torch's loop keeps the root of one second moment until the next one is made; wide layers of few rows hold little else."""
     layers = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(6)))
     program = build_program(cached_capture(layers, (torch.ones(16, 256),), lambda out, _: out.square().mean()))
     assert of_recipe(program, "2xh100", "ddp", "none") == pytest.approx(1.0, rel=0.005)

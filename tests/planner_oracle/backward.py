@@ -1,4 +1,4 @@
-"""What is held while a group runs backward."""
+"""Adds up the memory that is held while a group runs backward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainwright.planner.problem.problem import Decision, Stored, Use
 
 
 class Backward(Part):
-    """Moments of the backward."""
+    """Sums over a moment of the backward."""
 
     def __init__(self, sharding: Sharding) -> None:
         super().__init__(sharding)
@@ -41,7 +41,7 @@ class Backward(Part):
         return total + self._grads_in(region, position)
 
     def _momentary_bytes(self, fate: Fate, pieces: list[Piece], decision: Decision, member: int) -> float:
-        """The most that kernels, changes of their gradients' layouts, or the reruns before them hold."""
+        """Return the most that kernels, changes of their gradients' layouts, or the reruns before them hold."""
         option = self.options[decision]
         moments = [0.0]
         for op in decision.backwards:
@@ -88,7 +88,7 @@ class Backward(Part):
         )
 
     def _back_again_bytes(self, fate: Fate, decision: Decision, region: int) -> float:
-        """Of what other regions read and is offloaded: what this region's backward needs is there."""
+        """Return the offloaded bytes that other regions read and that this region's backward has fetched."""
         total = 0.0
         for stored, num in fate.leaves.items():
             if not isinstance(stored, Stored) or not stored.boundary:
@@ -106,7 +106,7 @@ class Backward(Part):
         return total
 
     def _made_and_read(self, use: Use) -> Iterator[tuple[int, int]]:
-        """Which region's tensor each reading region reads."""
+        """Yield the region that made the tensor, and the region that reads it, for each reading region."""
         for place in use.members:
             reader = use.region_class.members[place]
             found = dict(zip(use.region_class.representative.externals, reader.externals)).get(use.tensor)
@@ -114,7 +114,7 @@ class Backward(Part):
 
     @of_the_sharding
     def _waiting(self, decision: Decision) -> list[Use]:
-        """Uses whose tensor has part of its gradient and waits for the rest, each tensor once."""
+        """Return the uses whose tensor has part of its gradient and waits for the rest, each tensor once."""
         found: dict[object, Use] = {}
         for use in self.problem.uses:
             if use.region_class is decision.region_class and not use.source.is_param and use.tensor.requires_grad:
@@ -126,7 +126,7 @@ class Backward(Part):
 
     @of_the_sharding
     def _summed_bytes(self, region: int, position: int) -> float:
-        """What sums of gradients that wait for another reader take, in place of gradients at rest."""
+        """Return the bytes that sums waiting for another reader take beyond the gradients at rest."""
         costs, total = self.costs, 0.0
         for source, want in self.shared:
             readings, rest = self.sharding.readings(source), self.sharding.native(self.sharding.uses_of(source)[0])

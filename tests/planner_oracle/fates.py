@@ -1,4 +1,4 @@
-"""What is decided about a sharding's values: how many instances rerun, convert again, are kept, leave."""
+"""Holds the counts that a plan chooses for a sharding: instances that rerun, convert again, are kept, are offloaded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Kept = Stored | Decision | tuple[Use, Want]
 
 @dataclass
 class Fate:
-    """How many instances of what rerun, convert again, keep."""
+    """The counts of one plan: how many instances of each group or copy rerun, convert again, are kept."""
 
     reruns: dict[Decision, int]
     converts: dict[tuple[Use, Want], int]

@@ -1,4 +1,4 @@
-"""What is held while a group runs forward."""
+"""Adds up the memory that is held while a group runs forward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainwright.planner.problem.problem import Decision, Stored, Use
 
 
 class Forward(Part):
-    """Moments of the forward."""
+    """Sums over a moment of the forward."""
 
     def moment_bytes(self, fate: Fate, pieces: list[Piece], decision: Decision) -> float:
         own, position = decision.region_class, decision.group.index
@@ -46,7 +46,7 @@ class Forward(Part):
 
     @of_the_sharding
     def _passing(self, decision: Decision) -> set[Stored]:
-        """What is made by the group or before it and still to be read in the forward, or to be summed for the caller."""
+        """Return what is made by the group or before it and still to be read in the forward, or to be summed for the caller."""
         own, position = decision.region_class, decision.group.index
         found = set()
         for stored in self.problem.stored:
@@ -62,7 +62,7 @@ class Forward(Part):
 
     @of_the_sharding
     def _copies_bytes(self, decision: Decision) -> float:
-        """What shared copies hold while the group runs forward, in whichever instance."""
+        """Return the bytes that shared copies hold while the group runs forward, in any instance."""
         costs, total = self.costs, 0.0
         for source, want in self.shared:
             native, readings = self.sharding.native(self.sharding.uses_of(source)[0]), self.sharding.readings(source)

@@ -1,4 +1,4 @@
-"""What gradients hold beside the op of the backward that makes or reads them."""
+"""Adds up what gradients hold beside the op of the backward that makes or reads them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Gradients(Part):
 
     @of_the_sharding
     def brought_back_bytes(self, decision: Decision, place: int) -> int:
-        """The most that bringing back a gradient holds, of those that the backward of the group's op at `place` completes."""
+        """Return the most that bringing back a gradient holds, of those that the group's op at `place` completes."""
         most = 0
         for member in (0, decision.count - 1):
             waiting = 0

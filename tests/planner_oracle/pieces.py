@@ -1,4 +1,4 @@
-"""What is kept for the backward: by which instances, between which groups, how much of it."""
+"""Lists the memory that is kept for the backward: by which instances, between which groups, how much of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainwright.planner.problem.problem import Decision, Stored, Use, Want, rea
 
 @dataclass(frozen=True)
 class Piece:
-    """Memory that may be kept: by which instances, between which groups, how much of it, and one instance's need."""
+    """Memory that may be kept: its instances, the groups between which it is there, its bytes, and one instance's need."""
 
     owner: Decision | Use
     members: Collection[int]
@@ -60,7 +60,7 @@ class Piece:
 
 
 class Pieces(Part):
-    """All that a fate keeps."""
+    """Lists all that a fate keeps."""
 
     def of(self, fate: Fate) -> Iterator[Piece]:
         """Yield all that is kept, and what a backward waits for."""
@@ -134,7 +134,7 @@ class Pieces(Part):
 
     @of_the_sharding
     def _present_bytes(self, stored: Stored) -> int:
-        """What one instance takes where the backward needs it as it was made."""
+        """Return the bytes of one instance, where the backward needs it as it was made."""
         needed = self.sharding.size(stored) if stored.own_saved else 0
         for use in stored.uses:
             native = self.sharding.native(use)

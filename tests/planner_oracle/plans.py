@@ -1,4 +1,4 @@
-"""Every plan of one sharding of a small problem."""
+"""Enumerates the plans of one sharding of a small problem."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainwright.planner.problem.problem import Decision, Problem, Source, Store
 
 
 class Oracle(Part):
-    """All plans of one sharding of a small problem."""
+    """Enumerates all plans of one sharding, each with its seconds and its peak."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Oracle(Part):
         return self.sharding.may_share()
 
     def _offloads(self, fate: Fate) -> Iterator[Fate]:
-        """Every way to offload, of what may leave, some of the instances that are not rederived."""
+        """Yield every way to offload, of what may leave, some of the instances that are not rederived."""
         open_ones = [key for key in self.may_leave if not isinstance(key, tuple) or key in self.sharding.changed]
         for counts in itertools.product(*(range(self._most_leaving(fate, key) + 1) for key in open_ones)):
             leaves = dict(zip(open_ones, counts))
@@ -74,7 +74,7 @@ class Oracle(Part):
         return maker.count - again
 
     def _needed(self, use: Use, want: Want, reruns: Mapping[Decision, int]) -> float:
-        """In how many regions the backward needs the tensor as it is wanted."""
+        """Return in how many regions the backward needs the tensor as it is wanted."""
         most = 0.0
         for demand in use.demands:
             option = self.options[demand.decision]
@@ -139,7 +139,7 @@ class Oracle(Part):
         owner = {tensor: decision for decision in self.problem.params for tensor in decision.tied}
         most = left = 0
         for tensor in self.problem.program.params:
-            if tensor.requires_grad:
+            if tensor.is_trained:
                 decision = owner[tensor]
                 most = max(most, left + decision.step_bytes[self.options[decision]])
                 left = decision.left_bytes[self.options[decision]]

@@ -1,4 +1,4 @@
-"""What is held while a region reruns its groups before its backward."""
+"""Adds up the memory that is held while a region reruns its groups, before its backward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainwright.planner.problem.problem import Decision, Use, Want
 
 
 class Reruns(Part):
-    """Moments of the reruns."""
+    """Sums over a moment of the reruns."""
 
     def held(self, fate: Fate, of_class: list[Decision], is_last: bool) -> Iterator[tuple[float, float, Use | None]]:
         """Yield (moment of a rerun, bytes that it holds for a moment, what it converts).

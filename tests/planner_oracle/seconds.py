@@ -11,7 +11,7 @@ from trainwright.planner.problem.problem import Use, Want
 
 
 class Seconds(Part):
-    """What a step takes."""
+    """Adds up the seconds of a step."""
 
     def of(self, fate: Fate) -> float:
         """Add up one step."""
@@ -36,7 +36,7 @@ class Seconds(Part):
         return self.costs.move_s(use.source.tensor, self.sharding.native(use), want[0]) + RERUN_EPSILON_S
 
     def _states_s(self, fate: Fate) -> float:
-        """What moving optimizer states in and out, one after the other, adds to the update."""
+        """Return the seconds that moving optimizer states in and out, one after the other, adds to the update."""
         tier = self.costs.tier
         if tier is None:
             return 0.0
@@ -47,7 +47,7 @@ class Seconds(Part):
         return taken_s - tier.overlap * min(taken_s, update_s) + num * STATE_EPSILON_S
 
     def _transfer_s(self, fate: Fate) -> float:
-        """What moving things out beside the forward, and back beside the backward, adds."""
+        """Return the seconds that transfers add, out beside the forward and back beside the backward."""
         tier = self.costs.tier
         if tier is None:
             return 0.0

@@ -1,4 +1,4 @@
-"""What depends on the sharding alone: what each reader asks for, how large it is, who pays for it."""
+"""Answers what depends on the sharding alone: which copies readers ask for, their sizes, and who pays for them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Sharding(Caching):
         return [use for use in self.problem.uses if use.source is source]
 
     def readings(self, source: Source) -> list[tuple[int, int]]:
-        """The regions and groups that read `source`, whatever they want of it."""
+        """Return the regions and groups that read `source`, whatever they want of it."""
         return [
             (use.region_class.members[member].index, demand.position)
             for use in self.uses_of(source)
@@ -91,7 +91,7 @@ class Sharding(Caching):
 
     @of_the_sharding
     def num_paid(self, use: Use, want: Want) -> int:
-        """How often a use pays for a want: of what is shared, the first reader alone, once."""
+        """Return how often a use pays for a want; of what is shared, the first reader pays, once."""
         if (use.source, want) not in self.shared:
             return use.count
         first = min(self._regions(use.source, want))
@@ -116,13 +116,13 @@ class Sharding(Caching):
         return param.leaving_state_bytes[self.options[param]]
 
     def leaving_bytes(self, key: Kept) -> int:
-        """One instance's."""
+        """Return the bytes of one instance of what may be offloaded."""
         if isinstance(key, tuple):
             return self.costs.block_bytes(key[0].source.tensor, key[1][0])
         return self.size(key) if isinstance(key, Stored) else key.inner_bytes[self.options[key]]
 
     def in_flight_bytes(self, fate: Fate, decision: Decision) -> float:
-        """What may be on its way while the class of a group runs."""
+        """Return the bytes that may be on their way while the class of a group runs."""
         most = 0.0
         for key, num in fate.leaves.items():
             owner = key[0] if isinstance(key, tuple) else key.source.decision if isinstance(key, Stored) else key
@@ -137,7 +137,7 @@ class Sharding(Caching):
 
 
 class Part(Caching):
-    """One sum over a sharding: what it asks of it most often is at hand."""
+    """A sum over a sharding, with the sharding's fields at hand."""
 
     def __init__(self, sharding: Sharding) -> None:
         super().__init__()

@@ -164,7 +164,9 @@ class BucketMemory:
             for together in _by_key(parts):
                 added = self._rounding_of(together)
                 self._rounding[region_class] += added
-                self._padding[together[0].use.source.decision] += added
+                params = [part.use.source.decision for part in together]
+                # as many instances come to rest as of the class; a parameter that all instances read has one
+                self._padding[max(params, key=lambda param: param.count)] += added
         for together in _by_key(self._sums):
             self._rounding_of_sums += self._rounding_of(together, of_all_instances=True)
 
