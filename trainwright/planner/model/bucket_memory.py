@@ -40,6 +40,7 @@ from .sharding import Sharding, has_one_want
 from .tied import RegionGroup
 
 AHEAD = "what is gathered a region ahead"
+PLACES = "places in a buffer of gradients"
 BLOCKS = "buffers of gradients take whole blocks"
 
 
@@ -83,6 +84,7 @@ class BucketMemory:
         self._scattered: dict[RegionClass, list[_Part]] = defaultdict(list)
         self._alone: dict[RegionClass, list[_Part]] = defaultdict(list)
         self._sums: list[_Part] = []
+        self._buffers: dict[RegionClass, list[_Buffer]] = {}
         self._padding: dict[Decision, Terms] = defaultdict(list)
         """What memory of its own holds beyond a gradient, by the parameter."""
         self._carried: set[int] = set()
@@ -161,13 +163,13 @@ class BucketMemory:
     def _add_rounding(self) -> None:
         """Add the columns of what whole blocks of the allocator add to gradients that come to rest as parts of one buffer."""
         for region_class, parts in self._scattered.items():
-            for together in _by_key(parts):
+            for together in _by_key([part for part in parts if part.rest_mib]):
                 added = self._rounding_of(together)
                 self._rounding[region_class] += added
                 params = [part.use.source.decision for part in together]
                 # as many instances come to rest as of the class; a parameter that all instances read has one
                 self._padding[max(params, key=lambda param: param.count)] += added
-        for together in _by_key(self._sums):
+        for together in _by_key([part for part in self._sums if part.rest_mib]):
             self._rounding_of_sums += self._rounding_of(together, of_all_instances=True)
 
     def _rounding_of(self, parts: list[_Part], *, of_all_instances: bool = False) -> Terms:
@@ -261,10 +263,7 @@ class BucketMemory:
         count, parts = region_class.multiplicity, self._gathers[region_class]
         if not self._again[region_class] or not parts:
             return []
-        most: dict[Use, float] = defaultdict(float)
-        for part in parts:
-            most[part.use] = max(most[part.use], part.mib)
-        all_mib = sum(most.values())
+        all_mib = sum(_largest(parts).values())
         do_several, held = self.model.column(1.0, integer=True), self.model.column()
         for part in self._again[region_class]:
             self.model.row(AHEAD, [(part.column, 1.0), (do_several, num - 1.0 - count)], upper=num - 1.0)
@@ -295,36 +294,30 @@ class BucketMemory:
         return self._rounding_of_sums
 
     def opened(self, region_class: RegionClass, position: int) -> Terms:
-        """Return the terms of the buffer that is allocated when a group's backward has made the first gradient of a region."""
-        parts = [part for part in self._scattered[region_class] if part.is_small]
-        if not parts or max(part.position for part in parts) != position:
-            return []
-        share = self._region_share(region_class)
-        return [(part.column, part.mib * share) for part in parts]
+        """Return the terms of buffers that are allocated when a group has given the first gradient that goes into them."""
+        return [term for buffer in self._buffers_of(region_class) for term in buffer.opened(position)]
 
     def not_made(self, region_class: RegionClass, position: float) -> Terms:
         """Return the terms of gradients at rest that no other joins and that a region's backward has not made before a group."""
         return [(part.column, part.rest_mib) for part in self._alone[region_class] if part.position <= position]
 
     def _of_region(self, region_class: RegionClass, position: float) -> Terms:
-        parts = self._scattered[region_class]
-        first = max((part.position for part in parts if part.is_small), default=-1)
-        share = self._region_share(region_class)
-        terms: Terms = []
-        for part in parts:
-            if part.position > position:
-                terms.append((part.column, part.mib))
-            elif part.is_small and position < first:
-                terms.append((part.column, part.mib * share))
-        return terms + _whole([part for part in self._alone[region_class] if part.position > position])
+        made = [*self._scattered[region_class], *self._alone[region_class]]
+        terms = _whole([part for part in made if part.position > position])
+        return terms + [term for buffer in self._buffers_of(region_class) for term in buffer.empty(position)]
+
+    def _buffers_of(self, region_class: RegionClass) -> list[_Buffer]:
+        """Return the buffers that one instance's gradients are scattered from."""
+        if region_class not in self._buffers:
+            found, share = _by_key(self._scattered[region_class]), self._region_share(region_class)
+            self._buffers[region_class] = [_Buffer(self.model, parts, share) for parts in found]
+        return self._buffers[region_class]
 
     def _region_share(self, region_class: RegionClass) -> float:
         """Return the share of a region's gradients that one buffer holds, each parameter's at its largest."""
         if region_class not in self._region_shares:
-            largest: dict[Use, float] = defaultdict(float)
-            for part in self._scattered[region_class]:
-                largest[part.use] = max(largest[part.use], part.mib * MIB)
-            self._region_shares[region_class] = held_share(largest.values(), one_region=True)
+            largest = _largest(self._scattered[region_class])
+            self._region_shares[region_class] = held_share([mib * MIB for mib in largest.values()], one_region=True)
         return self._region_shares[region_class]
 
     def _of_sums(self, region: int, position: float) -> Terms:
@@ -337,13 +330,72 @@ class BucketMemory:
         return terms
 
 
+class _Buffer:
+    """The places in one buffer of gradients, which are empty from when its first gradient is made until theirs are.
+
+    Which gradient is the first hangs on what is chosen: a parameter may travel otherwise, or not at all. So a column says for
+    each group whether its backward, or that of a group behind it, gives a gradient to the buffer.
+    """
+
+    def __init__(self, model: Model, parts: list[_Part], share: float) -> None:
+        """Take the parts that may share the buffer, and the share of all of them that it holds at once."""
+        self.model, self.share = model, share
+        self._parts: dict[int, list[_Part]] = defaultdict(list)
+        for part in sorted(parts, key=lambda part: -part.position):
+            self._parts[part.position].append(part)
+        self._open: dict[int, int] = {}
+        self._empty: dict[tuple[int, int], int] = {}
+
+    def empty(self, position: float) -> Terms:
+        """Return the term of the places that are empty while the backward of the group at `position` runs."""
+        behind = min((place for place in self._parts if place > position), default=None)
+        left = max((place for place in self._parts if place <= position), default=None)
+        return [] if behind is None or left is None else [(self._empty_places(left, behind), 1.0)]
+
+    def opened(self, position: int) -> Terms:
+        """Return the term of the buffer if it is the backward of the group at `position` that makes its first gradient."""
+        if position not in self._parts:
+            return []
+        column, before = self._empty_places(position, position), self.empty(position)
+        return [(column, 1.0), *((other, -1.0) for other, _ in before)]
+
+    def _empty_places(self, left: int, last: int) -> int:
+        """Return the column of the places of groups up to `left`, if one from `last` on has given its gradient."""
+        if (left, last) not in self._empty:
+            column = self.model.column()
+            parts = [part for place in self._parts if place <= left for part in self._parts[place]]
+            places = [(part.column, self.share * part.mib) for part in parts]
+            most = self.share * sum(_largest(parts).values())
+            self.model.row(PLACES, [*places, (self._is_open(last), most), (column, -1.0)], upper=most)
+            self._empty[left, last] = column
+        return self._empty[left, last]
+
+    def _is_open(self, last: int) -> int:
+        """Return the column that is 1 if a group from `last` on has given its gradient."""
+        if last not in self._open:
+            column = self._open[last] = self.model.column(1.0)
+            behind = min((place for place in self._parts if place > last), default=None)
+            given = [part.column for part in self._parts[last]]
+            for each in given if behind is None else [*given, self._is_open(behind)]:
+                self.model.row(PLACES, [(each, 1.0), (column, -1.0)], upper=0.0)
+        return self._open[last]
+
+
 def _by_key(parts: list[_Part]) -> list[list[_Part]]:
-    """Return the parts that come to rest in the same buffer, for each buffer."""
+    """Return the parts that go into the same buffer, for each buffer."""
     found: dict[tuple[Kinds, torch.dtype] | None, list[_Part]] = defaultdict(list)
     for part in parts:
-        if part.is_small and part.rest_mib:
+        if part.is_small:
             found[part.key].append(part)
     return list(found.values())
+
+
+def _largest(parts: list[_Part]) -> dict[Use, float]:
+    """Return the MiB of each use's largest part: one of them is chosen."""
+    found: dict[Use, float] = defaultdict(float)
+    for part in parts:
+        found[part.use] = max(found[part.use], part.mib)
+    return found
 
 
 def _last_region(use: Use) -> int:
