@@ -23,7 +23,7 @@ its places are known; in a larger one the rows count the share of all gradients 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -263,7 +263,7 @@ class BucketMemory:
         count, parts = region_class.multiplicity, self._gathers[region_class]
         if not self._again[region_class] or not parts:
             return []
-        all_mib = sum(_largest(parts).values())
+        all_mib = sum(_largest((part, part.mib) for part in parts).values())
         do_several, held = self.model.column(1.0, integer=True), self.model.column()
         for part in self._again[region_class]:
             self.model.row(AHEAD, [(part.column, 1.0), (do_several, num - 1.0 - count)], upper=num - 1.0)
@@ -295,7 +295,15 @@ class BucketMemory:
 
     def opened(self, region_class: RegionClass, position: int) -> Terms:
         """Return the terms of buffers that are allocated when a group has given the first gradient that goes into them."""
-        return [term for buffer in self._buffers_of(region_class) for term in buffer.opened(position)]
+        terms: Terms = []
+        for buffer in self._buffers_of(region_class):
+            if (0, position) in buffer.given:
+                before = self._empty(region_class, buffer, position)
+                terms += [
+                    *self._empty(region_class, buffer, position, has_given=True),
+                    *((c, -size) for c, size in before),
+                ]
+        return terms
 
     def not_made(self, region_class: RegionClass, position: float) -> Terms:
         """Return the terms of gradients at rest that no other joins and that a region's backward has not made before a group."""
@@ -304,78 +312,87 @@ class BucketMemory:
     def _of_region(self, region_class: RegionClass, position: float) -> Terms:
         made = [*self._scattered[region_class], *self._alone[region_class]]
         terms = _whole([part for part in made if part.position > position])
-        return terms + [term for buffer in self._buffers_of(region_class) for term in buffer.empty(position)]
+        buffers = self._buffers_of(region_class)
+        return terms + [term for buffer in buffers for term in self._empty(region_class, buffer, position)]
+
+    def _empty(self, region_class: RegionClass, buffer: _Buffer, position: float, *, has_given: bool = False) -> Terms:
+        """Return the term of the empty places while a group's backward runs, before or after it has given its gradient."""
+        share = self._region_share(region_class)
+        empty = [(part, share) for part in buffer.parts if part.position <= position]
+        behind = [place for place in buffer.given if place > (0, position) or (has_given and place == (0, position))]
+        return buffer.held(empty, min(behind, default=None))
 
     def _buffers_of(self, region_class: RegionClass) -> list[_Buffer]:
         """Return the buffers that one instance's gradients are scattered from."""
         if region_class not in self._buffers:
-            found, share = _by_key(self._scattered[region_class]), self._region_share(region_class)
-            self._buffers[region_class] = [_Buffer(self.model, parts, share) for parts in found]
+            found = _by_key(self._scattered[region_class])
+            self._buffers[region_class] = [
+                _Buffer(self.model, parts, [(0, part.position) for part in parts]) for parts in found
+            ]
         return self._buffers[region_class]
 
     def _region_share(self, region_class: RegionClass) -> float:
         """Return the share of a region's gradients that one buffer holds, each parameter's at its largest."""
         if region_class not in self._region_shares:
-            largest = _largest(self._scattered[region_class])
-            self._region_shares[region_class] = held_share([mib * MIB for mib in largest.values()], one_region=True)
+            largest = _largest((part, part.mib * MIB) for part in self._scattered[region_class])
+            self._region_shares[region_class] = held_share(largest.values(), one_region=True)
         return self._region_shares[region_class]
 
     def _of_sums(self, region: int, position: float) -> Terms:
         first = max((part.last_place for part in self._sums), default=(-1, -1))
-        terms = [*self._rounding_of_sums] if (region, position) <= first else []
-        for part in self._sums if (region, position) <= first else ():
-            num = sum(part.use.region_class.members[member].index < region for member in part.use.members)
-            if num and part.is_small:
-                terms.append((part.column, num * part.mib * self._share))
+        if (region, position) > first:
+            return []
+        terms = [*self._rounding_of_sums]
+        for buffer in self._buffers_of_sums:
+            nums = [
+                sum(part.use.region_class.members[m].index < region for m in part.use.members) for part in buffer.parts
+            ]
+            empty = [(part, num * self._share) for part, num in zip(buffer.parts, nums) if num]
+            terms += buffer.held(
+                empty, min((place for place in buffer.given if place >= (region, position)), default=None)
+            )
         return terms
+
+    @cached_property
+    def _buffers_of_sums(self) -> list[_Buffer]:
+        """Return the buffers of the sums that stay whole, which hold those of all regions."""
+        return [_Buffer(self.model, parts, [part.last_place for part in parts]) for parts in _by_key(self._sums)]
 
 
 class _Buffer:
-    """The places in one buffer of gradients, which are empty from when its first gradient is made until theirs are.
+    """The places in one buffer of gradients, which are held from when its first gradient is made, empty until theirs are.
 
     Which gradient is the first hangs on what is chosen: a parameter may travel otherwise, or not at all. So a column says for
     each group whether its backward, or that of a group behind it, gives a gradient to the buffer.
     """
 
-    def __init__(self, model: Model, parts: list[_Part], share: float) -> None:
-        """Take the parts that may share the buffer, and the share of all of them that it holds at once."""
-        self.model, self.share = model, share
-        self._parts: dict[int, list[_Part]] = defaultdict(list)
-        for part in sorted(parts, key=lambda part: -part.position):
-            self._parts[part.position].append(part)
-        self._open: dict[int, int] = {}
-        self._empty: dict[tuple[int, int], int] = {}
+    def __init__(self, model: Model, parts: list[_Part], places: Sequence[RegionGroup]) -> None:
+        """Take the parts that may share the buffer, and in which region's group the backward makes each of them first."""
+        self.model, self.parts = model, parts
+        self.given: dict[RegionGroup, list[_Part]] = defaultdict(list)
+        for part, place in zip(parts, places):
+            self.given[place].append(part)
+        self._open: dict[RegionGroup, int] = {}
+        self._held: dict[tuple[tuple[tuple[int, float], ...], RegionGroup], int] = {}
 
-    def empty(self, position: float) -> Terms:
-        """Return the term of the places that are empty while the backward of the group at `position` runs."""
-        behind = min((place for place in self._parts if place > position), default=None)
-        left = max((place for place in self._parts if place <= position), default=None)
-        return [] if behind is None or left is None else [(self._empty_places(left, behind), 1.0)]
-
-    def opened(self, position: int) -> Terms:
-        """Return the term of the buffer if it is the backward of the group at `position` that makes its first gradient."""
-        if position not in self._parts:
+    def held(self, places: Iterable[tuple[_Part, float]], last: RegionGroup | None) -> Terms:
+        """Return the term of places, each so many times a part's bytes, if a group from `last` on has given its gradient."""
+        sizes = [(part, num * part.mib) for part, num in places]
+        if last is None or not sizes:
             return []
-        column, before = self._empty_places(position, position), self.empty(position)
-        return [(column, 1.0), *((other, -1.0) for other, _ in before)]
+        terms = tuple((part.column, mib) for part, mib in sizes)
+        if (terms, last) not in self._held:
+            column = self._held[terms, last] = self.model.column()
+            most = sum(_largest(sizes).values())
+            self.model.row(PLACES, [*terms, (self._is_open(last), most), (column, -1.0)], upper=most)
+        return [(self._held[terms, last], 1.0)]
 
-    def _empty_places(self, left: int, last: int) -> int:
-        """Return the column of the places of groups up to `left`, if one from `last` on has given its gradient."""
-        if (left, last) not in self._empty:
-            column = self.model.column()
-            parts = [part for place in self._parts if place <= left for part in self._parts[place]]
-            places = [(part.column, self.share * part.mib) for part in parts]
-            most = self.share * sum(_largest(parts).values())
-            self.model.row(PLACES, [*places, (self._is_open(last), most), (column, -1.0)], upper=most)
-            self._empty[left, last] = column
-        return self._empty[left, last]
-
-    def _is_open(self, last: int) -> int:
+    def _is_open(self, last: RegionGroup) -> int:
         """Return the column that is 1 if a group from `last` on has given its gradient."""
         if last not in self._open:
             column = self._open[last] = self.model.column(1.0)
-            behind = min((place for place in self._parts if place > last), default=None)
-            given = [part.column for part in self._parts[last]]
+            behind = min((place for place in self.given if place > last), default=None)
+            given = [part.column for part in self.given[last]]
             for each in given if behind is None else [*given, self._is_open(behind)]:
                 self.model.row(PLACES, [(each, 1.0), (column, -1.0)], upper=0.0)
         return self._open[last]
@@ -390,11 +407,11 @@ def _by_key(parts: list[_Part]) -> list[list[_Part]]:
     return list(found.values())
 
 
-def _largest(parts: list[_Part]) -> dict[Use, float]:
-    """Return the MiB of each use's largest part: one of them is chosen."""
+def _largest(sizes: Iterable[tuple[_Part, float]]) -> dict[Use, float]:
+    """Return the largest size among each use's parts: one of them is chosen."""
     found: dict[Use, float] = defaultdict(float)
-    for part in parts:
-        found[part.use] = max(found[part.use], part.mib)
+    for part, size in sizes:
+        found[part.use] = max(found[part.use], size)
     return found
 
 
