@@ -1,7 +1,8 @@
 """A server that forks workers of a run in which they come and go: `tests/sync/test_sync_faults.py` kills, stops and adds some.
 
-It reads a line of JSON a worker, `[OUTPUT, HOST:PORT, NUM_WORKERS, METHOD, NUM_STEPS, SILENCE_S]`, and prints its process id. The
-worker writes `joined NUMBER`, a line a step, `step NUMBER SECONDS SIZE DIGEST`, and `finished DIGEST` or `error TEXT` to OUTPUT.
+It reads a line of JSON a worker, `[OUTPUT, HOST:PORT, NUM_WORKERS, METHOD, NUM_STEPS, SILENCE_S, CONNECT_S]`, and prints its
+process id; each further connection of the worker to the store takes CONNECT_S seconds, 0 if it is left out. The worker writes
+`joined NUMBER`, a line a step, `step NUMBER SECONDS SIZE DIGEST`, and `finished DIGEST` or `error TEXT` to OUTPUT.
 """
 
 from __future__ import annotations
@@ -37,11 +38,33 @@ METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def work(address: str, num_workers: int, name: str, num_steps: int, silence_s: float) -> None:
+class SlowToConnect:
+    """A client of a store whose clones take `connect_s` to connect, as where the lookup of a name takes its time."""
+
+    def __init__(self, store: Any, connect_s: float) -> None:
+        self._store, self._connect_s = store, connect_s
+
+    def clone(self) -> Any:
+        time.sleep(self._connect_s)
+        return self._store.clone()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+class SlowMeeting(sync.Meeting):
+    connect_s = 0.0
+
+    def store(self) -> Any:
+        return SlowToConnect(super().store(), self.connect_s)
+
+
+def work(address: str, num_workers: int, name: str, num_steps: int, silence_s: float, connect_s: float = 0.0) -> None:
     make, options = METHODS[name]
     model = net()
     optimizer = make(model.parameters())
-    meeting = sync.Meeting(address, num_workers, silence_s=silence_s)
+    SlowMeeting.connect_s = connect_s
+    meeting = SlowMeeting(address, num_workers, silence_s=silence_s)
     joined = sync.create(
         name.removesuffix("-asynchronous").removesuffix("-cyclic"), model, optimizer, meeting=meeting, **options
     )

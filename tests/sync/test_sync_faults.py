@@ -102,9 +102,15 @@ def address() -> Iterator[str]:
 
 
 def begun(
-    server: Server, address: str, name: str, number: int = 3, steps: int = 40, silence_s: float = SILENCE_S
+    server: Server,
+    address: str,
+    name: str,
+    number: int = 3,
+    steps: int = 40,
+    silence_s: float = SILENCE_S,
+    connect_s: float = 0.0,
 ) -> list[Worker]:
-    return [server.start(address, number, name, steps, silence_s) for _ in range(number)]
+    return [server.start(address, number, name, steps, silence_s, connect_s) for _ in range(number)]
 
 
 def end_alike(workers: list[Worker]) -> None:
@@ -274,10 +280,27 @@ def test_sequential_codes_bear_one_that_is_gone_or_name_it(server: Server, addre
     del store
 
 
-def test_one_that_asks_to_join_and_dies_holds_up_nobody(server: Server, address: str) -> None:
-    """It is let in, is silent, and is left out again: a step takes the silence, not the time-out of a store."""
-    workers = begun(server, address, "diloco", number=2, steps=80)
-    workers[0].until("step", 5)
+def test_one_that_is_slow_to_connect_is_not_taken_for_silent(server: Server, address: str) -> None:
+    """The others watch it from when it says its name, which is after its first heartbeat."""
+    workers = [server.start(address, 2, "diloco", 40, SILENCE_S, connect_s) for connect_s in (0.0, 1.5 * SILENCE_S)]
+    end_alike(workers)
+    for worker in workers:
+        assert {line[3] for line in worker.lines("step")} == {"2"}
+
+
+@pytest.mark.parametrize(
+    ("connect_s", "asks_at"), [(0.0, 5), pytest.param(1.5 * SILENCE_S, 460, marks=pytest.mark.slow)]
+)
+def test_one_that_asks_to_join_and_dies_holds_up_nobody(
+    server: Server, address: str, connect_s: float, asks_at: int
+) -> None:
+    """It is let in, is silent, and is left out again: a step takes the silence, not the time-out of a store.
+
+    Where it takes long to connect, it is done ahead: for the next group while steps are taken, here 460 of 10 ms or more, and for
+    the one without the silent while the others wait for it.
+    """
+    workers = begun(server, address, "diloco", number=2, steps=asks_at + 75, connect_s=connect_s)
+    workers[0].until("step", asks_at)
     client = sync.Meeting(address, 2).store()
     number = client.add("tickets", 1) - 1
     client.append("asks", f"{number},")

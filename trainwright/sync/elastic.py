@@ -17,6 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -82,6 +83,34 @@ class _Broken(Exception):
     """Raised for a transfer that not all members will complete."""
 
 
+class _Spare:
+    """Holds one connection to `store`, made ahead on a thread: torch looks up a name to connect, which may take seconds.
+
+    Each group needs its own, since a thread that is abandoned may wait on it forever.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._connect()
+
+    def take(self) -> Any:
+        """Return the connection, as soon as it is made, and begin to make the next one."""
+        found = self._made.result()
+        self._connect()
+        return found
+
+    def _connect(self) -> None:
+        made = self._made = Future[Any]()
+
+        def work() -> None:
+            try:
+                made.set_result(self._store.clone())
+            except Exception as error:
+                made.set_exception(error)
+
+        threading.Thread(target=work, name="connect", daemon=True).start()
+
+
 class Elastic(Ranks):
     """Runs programs on this worker together with the present members; ranks in requests are indices among these.
 
@@ -96,10 +125,11 @@ class Elastic(Ranks):
         self._meeting, self._store = meeting, meeting.store()
         self.number = int(self._store.add("tickets", 1)) - 1
         """This worker's number, unique in the run, in the order of arrival."""
-        self._store.set(
+        self._spare = _Spare(self._store)
+        self._pulse = Pulse(self._store.clone(), self.number, meeting.silence_s)
+        self._store.set(  # after the first heartbeat: the others watch a worker as soon as they know its name
             f"name/{self.number}", f"worker {self.number} (process {os.getpid()} on {socket.gethostname()})"
         )
-        self._pulse = Pulse(self._store.clone(), self.number, meeting.silence_s)
         self.on_change: Callable[[RankAndSize, list[str]], None] = lambda place, gone: None
         self.on_newcomers: Callable[[], None] = lambda: None
         self._newcomers: list[int] = []
@@ -276,7 +306,7 @@ class Elastic(Ranks):
         self.place = RankAndSize(members.index(self.number), len(members))
         self._key = f"enter/{epoch}"
         self._pulse.watch(members)
-        store = dist.PrefixStore(f"group/{epoch}", self._store.clone())
+        store = dist.PrefixStore(f"group/{epoch}", self._spare.take())
         timeout = timedelta(seconds=_OP_TIMEOUT_S)
         failure = None
         try:
