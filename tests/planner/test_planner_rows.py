@@ -17,12 +17,14 @@ from tests.builders import blocks_program, deep_program, task, tiny_program
 from tests.grids import slow_but
 from trainwright.capture.cached import cached_capture
 from trainwright.hardware import resolve
+from trainwright.models import zoo
 from trainwright.planner.best_first import solve_on
 from trainwright.planner.costs.costs import CostModel
 from trainwright.planner.model.deadline import Deadline
 from trainwright.planner.model.decode import read_choice
 from trainwright.planner.model.memory import set_budget
 from trainwright.planner.model.sharding import has_one_want, wants_of
+from trainwright.planner.problem.problem import Problem
 from trainwright.planner.problem.recipes import restriction
 from trainwright.planner.search.solve import Least, Solver, values_of
 from trainwright.planner.search.stages import Options, held_at
@@ -335,21 +337,47 @@ BY_FEATURES = {
     "conv2d": "o",
 }
 """By the end of a key, the loop, or the dimension, that a transformer's MLP splits where it sends no parameters."""
+BATCH_OF_EMBEDDINGS = BY_FEATURES | {
+    "projection:conv2d": "n",
+    "embeddings:expand": "d0",
+    **{f"{each}_proj:linear": "o.0" for each in "qkv"},
+    **{f"{each}_proj.{kind}": 0 for each in "qkv" for kind in ("weight", "bias")},
+    "sdpa": "h",
+    "o_proj:linear": "i.0",
+    "o_proj.weight": 1,
+    "classifier:linear": "o",
+    "classifier.weight": 0,
+    "classifier.bias": 0,
+}
+"""The same of a vision transformer of which only the embeddings split the batch."""
+
+
+def split_at(problem: Problem, names: dict[str, str | int], recipe: str) -> Options:
+    """Return a recipe's first options, but those of `names` for decisions whose key ends in one of them."""
+    allowed = restriction(problem, recipe).allowed
+    options = {each: min(allowed[each]) for each in problem.decisions}
+    for decision in problem.decisions:
+        group = decision.group
+        splits = [at if at < 0 or group is None else group.loops[at].name for (at,) in decision.options]
+        for end in (end for end in names if decision.key.endswith(end)):
+            options[decision] = splits.index(names[end])
+    return options
 
 
 @pytest.mark.parametrize("way", ["buckets", "ahead"])
 def test_a_buffer_of_gradients_counts_from_the_first_that_goes_into_it(way: Overlap) -> None:
     """Those of the layers whose backward comes first could go into it too, and rest where they are made under this sharding."""
     (place,) = task(tiny_program("vit-tiny"), "2xh100").places
-    allowed = restriction(place.problem, "fsdp").allowed
-    options = {each: min(allowed[each]) for each in place.problem.decisions}
-    for decision in place.problem.decisions:
-        for end in (end for end in BY_FEATURES if decision.key.endswith(end)):
-            names = [
-                -1 if at < 0 else at if decision.group is None else decision.group.loops[at].name
-                for (at,) in decision.options
-            ]
-            options[decision] = names.index(BY_FEATURES[end])
+    options = split_at(place.problem, BY_FEATURES, "fsdp")
+    assert excess(place.solver.travelling(way), options) == pytest.approx(1.0, rel=0.005)
+
+
+@pytest.mark.parametrize("way", ["buckets", "ahead"])
+def test_a_buffer_of_sums_counts_from_the_first_that_goes_into_it(way: Overlap) -> None:
+    """Only the embeddings, whose backward is the last, split the batch, so that their gradients alone are sums."""
+    model, batch = zoo.build("vit-tiny", batch_size=8)
+    (place,) = task(build_program(cached_capture(model, batch)), "2xh100").places
+    options = split_at(place.problem, BATCH_OF_EMBEDDINGS, "megatron")
     assert excess(place.solver.travelling(way), options) == pytest.approx(1.0, rel=0.005)
 
 
