@@ -1,8 +1,9 @@
 """A server that forks workers of a run in which they come and go: `tests/sync/test_sync_faults.py` kills, stops and adds some.
 
-It reads a line of JSON a worker, `[OUTPUT, HOST:PORT, NUM_WORKERS, METHOD, NUM_STEPS, SILENCE_S, CONNECT_S]`, and prints its
-process id; each further connection of the worker to the store takes CONNECT_S seconds, 0 if it is left out. The worker writes
-`joined NUMBER`, a line a step, `step NUMBER SECONDS SIZE DIGEST`, and `finished DIGEST` or `error TEXT` to OUTPUT.
+It reads a line of JSON a worker, `[OUTPUT, HOST:PORT, NUM_WORKERS, METHOD, NUM_STEPS, SILENCE_S, CONNECT_S, NUM_MEMBERS]`, and
+prints its process id. Each further connection of the worker to the store takes CONNECT_S seconds, and NUM_STEPS are those that so
+many members took; without the last two, 0 and any number. The worker writes `joined NUMBER`, a line a step, `step NUMBER SECONDS
+SIZE DIGEST`, and `finished DIGEST` or `error TEXT` to OUTPUT.
 """
 
 from __future__ import annotations
@@ -59,7 +60,15 @@ class SlowMeeting(sync.Meeting):
         return SlowToConnect(super().store(), self.connect_s)
 
 
-def work(address: str, num_workers: int, name: str, num_steps: int, silence_s: float, connect_s: float = 0.0) -> None:
+def work(
+    address: str,
+    num_workers: int,
+    name: str,
+    num_steps: int,
+    silence_s: float,
+    connect_s: float = 0.0,
+    num_members: int = 0,
+) -> None:
     make, options = METHODS[name]
     model = net()
     optimizer = make(model.parameters())
@@ -71,7 +80,14 @@ def work(address: str, num_workers: int, name: str, num_steps: int, silence_s: f
     engine, method = joined.engine, joined.method
     assert isinstance(engine, sync.Elastic)
     print("joined", engine.number, flush=True)
-    while (2 * method.num_rounds if name.endswith("asynchronous") else method.num_steps) < num_steps:
+    num_together = 0
+
+    def taken() -> int:
+        if num_members:
+            return num_together
+        return 2 * method.num_rounds if name.endswith("asynchronous") else method.num_steps
+
+    while taken() < num_steps:
         step = method.num_steps
         time.sleep(0.01)
         if joined.record.takes == "closure":
@@ -82,6 +98,7 @@ def work(address: str, num_workers: int, name: str, num_steps: int, silence_s: f
             loss = loss_of(model, engine.number, step)
             loss.backward()
             joined.step(loss)
+        num_together += engine.place.size >= num_members
         digest = method.replica.digest().hex()[:12]
         print("step", method.num_steps, f"{time.monotonic():.3f}", engine.place.size, digest, flush=True)
     joined.finish()

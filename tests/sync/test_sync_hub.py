@@ -112,7 +112,7 @@ def test_a_channel_closes_when_all_is_sent_or_the_other_is_gone(monkeypatch: pyt
     monkeypatch.setattr(Channel, "_open", lambda self: None)
     closed = []
     for ends in ("sent", "gone"):
-        channel, asked = Channel(torch.distributed.HashStore(), "key", 0, lambda tag, tensor: None, lambda: None), 0
+        channel, asked = Channel(torch.distributed.HashStore, "key", 0, lambda tag, tensor: None, lambda: None), 0
 
         def is_there(channel: Any = channel, ends: str = ends) -> bool:
             nonlocal asked

@@ -24,13 +24,19 @@ _DTYPES = (torch.float64, torch.float32, torch.int64, torch.uint8, torch.int8, t
 class Channel:
     """The channel between this worker and another; calls `deliver(tag, tensor)` for each message, and `broken()` at its end.
 
-    store: the store in which the two meet, under `key`. side: 0 on one of them, 1 on the other.
+    connect: makes a connection to the store in which the two meet, under `key`; called on the channel's thread, since it may take
+    seconds. side: 0 on one of them, 1 on the other.
     """
 
     def __init__(
-        self, store: Any, key: str, side: int, deliver: Callable[[int, Tensor], None], broken: Callable[[], None]
+        self,
+        connect: Callable[[], Any],
+        key: str,
+        side: int,
+        deliver: Callable[[int, Tensor], None],
+        broken: Callable[[], None],
     ) -> None:
-        self._store, self._side, self._deliver, self._broken = dist.PrefixStore(key, store), side, deliver, broken
+        self._connect, self._key, self._side, self._deliver, self._broken = connect, key, side, deliver, broken
         self._waiting: SimpleQueue[tuple[int, Tensor]] = SimpleQueue()
         self._all_sent = threading.Event()
         threading.Thread(target=self._open, name=f"channel {key}", daemon=True).start()
@@ -47,7 +53,8 @@ class Channel:
 
     def _open(self) -> None:
         try:
-            group = dist.ProcessGroupGloo(self._store, self._side, 2, timedelta(seconds=_OPEN_S))
+            store = dist.PrefixStore(self._key, self._connect())
+            group = dist.ProcessGroupGloo(store, self._side, 2, timedelta(seconds=_OPEN_S))
             group.set_timeout(timedelta(seconds=_TRANSFER_S)) if hasattr(group, "set_timeout") else None
         except RuntimeError:
             self._broken()

@@ -83,24 +83,29 @@ class _Broken(Exception):
     """Raised for a transfer that not all members will complete."""
 
 
-class _Spare:
-    """Holds one connection to `store`, made ahead on a thread: torch looks up a name to connect, which may take seconds.
+class _Connections:
+    """Hands out the connection to `store` in which groups meet, and makes a spare one ahead, on a thread.
 
-    Each group needs its own, since a thread that is abandoned may wait on it forever.
+    Torch looks up a name to connect, which may take seconds; a group that is made anew, since a worker is gone, waits for none.
     """
 
     def __init__(self, store: Any) -> None:
         self._store = store
-        self._connect()
+        self._current: Any = None
+        self._spare = self._made()
 
-    def take(self) -> Any:
-        """Return the connection, as soon as it is made, and begin to make the next one."""
-        found = self._made.result()
-        self._connect()
-        return found
+    def current(self) -> Any:
+        """Return the connection, the same until it is left."""
+        if self._current is None:
+            self._current, self._spare = self._spare.result(), self._made()
+        return self._current
 
-    def _connect(self) -> None:
-        made = self._made = Future[Any]()
+    def leave(self) -> None:
+        """Hand out another connection from now on: a thread that was abandoned may wait in this one forever."""
+        self._current = None
+
+    def _made(self) -> Future[Any]:
+        made = Future[Any]()
 
         def work() -> None:
             try:
@@ -109,6 +114,7 @@ class _Spare:
                 made.set_exception(error)
 
         threading.Thread(target=work, name="connect", daemon=True).start()
+        return made
 
 
 class Elastic(Ranks):
@@ -125,7 +131,7 @@ class Elastic(Ranks):
         self._meeting, self._store = meeting, meeting.store()
         self.number = int(self._store.add("tickets", 1)) - 1
         """This worker's number, unique in the run, in the order of arrival."""
-        self._spare = _Spare(self._store)
+        self._connections = _Connections(self._store)
         self._pulse = Pulse(self._store.clone(), self.number, meeting.silence_s)
         self._store.set(  # after the first heartbeat: the others watch a worker as soon as they know its name
             f"name/{self.number}", f"worker {self.number} (process {os.getpid()} on {socket.gethostname()})"
@@ -306,7 +312,7 @@ class Elastic(Ranks):
         self.place = RankAndSize(members.index(self.number), len(members))
         self._key = f"enter/{epoch}"
         self._pulse.watch(members)
-        store = dist.PrefixStore(f"group/{epoch}", self._spare.take())
+        store = dist.PrefixStore(f"group/{epoch}", self._connections.current())
         timeout = timedelta(seconds=_OP_TIMEOUT_S)
         failure = None
         try:
@@ -316,6 +322,7 @@ class Elastic(Ranks):
                 )
         except (_Broken, RuntimeError) as error:
             failure = error
+            self._connections.leave()
         decision = json.loads(self._decided(failure))
         if "left" in decision:
             self._go_on_with(tuple(decision["left"]))

@@ -161,7 +161,7 @@ class Hub(Elastic):
         if number not in self._channels:
             low, high = sorted((number, self.number))
             self._channels[number] = Channel(
-                self._store.clone(), f"channel/{low}-{high}", int(self.number == high),
+                self._store.clone, f"channel/{low}-{high}", int(self.number == high),
                 lambda tag, tensor: self._deliver(number, tag, tensor), lambda: self._break(number),
             )  # fmt: skip
         return self._channels[number]
