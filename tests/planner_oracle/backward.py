@@ -46,8 +46,12 @@ class Backward(Part):
         moments = [0.0]
         for op in decision.backwards:
             before = self.gradients.brought_before(decision, op.place)
-            running = op.running_bytes[option] + before - self.gradients.given_too(decision, op.place)
-            moments.append(running - self._released_bytes(pieces, decision, op.place + 1))
+            kernels = before - self.gradients.given_too(decision, op.place)
+            kernels -= self._released_bytes(pieces, decision, op.place + 1)
+            moments.append(op.running_bytes[option] + kernels)
+            read = [piece for piece in self._read_last(pieces, decision) if piece.freed_by[1] == op.place]
+            rerun = [max(0.0, piece.needed_bytes - piece.kept_bytes) for piece in read]
+            moments.append(op.ending_bytes[option] + kernels - (sum(rerun) if decision.count == 1 else 0.0))
             if brought_back := self.gradients.brought_back_bytes(decision, op.place):
                 released = self._released_bytes(pieces, decision, op.place)
                 moments.append(op.made_bytes[option] + before + brought_back - released)
@@ -77,15 +81,20 @@ class Backward(Part):
 
     def _released_bytes(self, pieces: list[Piece], decision: Decision, place: int) -> float:
         """Return the bytes that a group saved and has released once its ops from `place` on have run backward."""
-        ends = {0, decision.region_class.multiplicity - 1}
         option = self.options[decision]
         total = sum(sizes[option] for at, sizes in decision.inner_freed.items() if at >= place)
-        return total + sum(
-            piece.needed_bytes
+        read = self._read_last(pieces, decision)
+        return total + sum(piece.needed_bytes for piece in read if piece.freed_by[1] >= place)
+
+    def _read_last(self, pieces: list[Piece], decision: Decision) -> list[Piece]:
+        """Return the pieces of all instances that the group's backward is the last to read."""
+        ends = {0, decision.region_class.multiplicity - 1}
+        return [
+            piece
             for piece in pieces
             if piece.owner.region_class is decision.region_class and not piece.passed_on and piece.freed_by is not None
-            if piece.freed_by[0] is decision and piece.freed_by[1] >= place and ends <= {*piece.members}
-        )
+            if piece.freed_by[0] is decision and ends <= {*piece.members}
+        ]
 
     def _back_again_bytes(self, fate: Fate, decision: Decision, region: int) -> float:
         """Return the offloaded bytes that other regions read and that this region's backward has fetched."""

@@ -6,7 +6,7 @@ another shares its memory; `Records.root` names the tensor whose memory it is.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +28,7 @@ from ..rank.reshard import SimulatedCommunicator
 from ..rank.run_state import RunState
 from ..torch_internals.fakes import new_mode
 from ..torch_internals.private import without_modes
+from ..torch_internals.trees import tensors_in
 from .gpu_time import gpu_seconds
 from .kernels import gpu_workspace, workspace
 from .time import dtype_name, rate, table_of
@@ -94,8 +95,9 @@ class OpRecord:
     saved_outputs: frozenset[int]
     internals: tuple[int, ...]
     """The bytes of each tensor that is saved and is neither an argument nor an output: statistics, masks."""
-    backward_bytes: int
-    """The peak bytes of the op's backward, beyond what was saved and its incoming gradient."""
+    backward_bytes: tuple[int, int]
+    """The peak bytes of the op's backward, beyond what was saved and its incoming gradient: until the last kernel that reads
+    what was saved, and from then on, when that is released (a bias's gradient is summed last)."""
     forward_bytes: int
     """The peak bytes of the op's forward, beyond its inputs, its outputs and what it saves."""
     aliases: dict[int, int]
@@ -184,6 +186,7 @@ def _record_op(
         left = forward.tracker.live_bytes
         outputs = [inner[index] for index in instruction.outputs]
         backward.tracker.watch([*leaves.values(), *outputs, *saved], "input")
+        backward.reads(saved)
         _run_backward(outputs, [leaf for leaf in leaves.values() if leaf.requires_grad], backward)
     env.update({index: inner[index].detach() for index in instruction.outputs})
     return summary(forward, left, backward, [leaves[index] for index in instruction.inputs], outputs, saved)
@@ -237,7 +240,7 @@ def summary(
         frozenset(place for place, key in enumerate(ins) if key in keys),
         frozenset(place for place, key in enumerate(outs) if key in keys and key not in ins),
         tuple(inner.values()),
-        backward.tracker.peak_bytes,
+        backward.peaks,
         forward.tracker.peak_bytes - forward_left,
         {place: ins.index(key) for place, key in enumerate(outs) if key in ins},
         (forward.num_calls, backward.num_calls),
@@ -257,9 +260,24 @@ class CallCounter:
         self.num_calls = 0
         self.scratch_is_uneven = False
         self.tracker = MemoryTracker(target, on_op=self._on_op)
+        self._saved: frozenset[int] = frozenset()
+        self._until_read = 0
+
+    def reads(self, saved: Iterable[Array]) -> None:
+        """Hold the peak until a call is the last that reads one of `saved` apart from the peak afterwards, see `peaks`."""
+        self._saved = frozenset(map(_storage, saved))
+
+    @property
+    def peaks(self) -> tuple[int, int]:
+        """The peak until the last call that read something saved, and from then on; the same twice if none did."""
+        after = self.tracker.peak_bytes
+        return (self._until_read, after) if self._until_read else (after, after)
 
     def _on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         self.num_calls += 1
+        given = tensors_in((args, kwargs)) if self._saved else []
+        if any(tensor.layout is torch.strided and _storage(tensor) in self._saved for tensor in given):
+            self._until_read = max(self._until_read, self.tracker.take_peak())
         if moves_nothing(func):
             return
         heavy, _ = flops(func, args, kwargs, out)

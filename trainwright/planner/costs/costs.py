@@ -406,20 +406,26 @@ class CostModel:
         sum_s = 0.0 if (found.may_be_early if early is None else early) else found.sum_s
         return self.num_passes * (found.forward_s + sum_s), self.num_passes * found.backward_s
 
-    def backward_bytes(self, group: Group, op: Op, split: Split) -> int:
+    def backward_bytes(self, group: Group, op: Op, split: Split) -> tuple[int, int]:
         """Return the peak bytes that the backward of `op` holds beside the saved tensors and the incoming gradients.
 
-        These are the gradients that it makes, and its kernels' scratch memory, which is scaled as the op's work. An op whose
-        local form communicates runs other kernels, and of one that `is_uneven` a part takes another share: both are measured.
+        The first is that until it has read what was saved, the second that afterwards. These are the gradients that it makes, and
+        its kernels' scratch memory, which is scaled as the op's work. An op whose local form communicates runs other kernels,
+        and of one that `is_uneven` a part takes another share: both are measured.
         """
         found = self._inner_of(group, op, split).record
         if found is not None:
             return found.backward_bytes
         bytes_of = {t: self.gradient_bytes(group, op, k, split) for k, t in enumerate(op.inputs) if t.requires_grad}
-        whole, made, local = self.records[op].backward_bytes, sum(t.num_bytes for t in bytes_of), sum(bytes_of.values())
-        if whole < made:  # some gradients are the incoming ones, or views of them
-            return int(whole * local / made)
-        return local + int((whole - made) * self.work_share(group, op, split))
+        made, local = sum(t.num_bytes for t in bytes_of), sum(bytes_of.values())
+
+        def scaled(whole: int) -> int:
+            if whole < made:  # some gradients are the incoming ones, or views of them
+                return int(whole * local / made)
+            return local + int((whole - made) * self.work_share(group, op, split))
+
+        until_read, after = self.records[op].backward_bytes
+        return scaled(until_read), scaled(after)
 
     def gradient_bytes(self, group: Group, op: Op, place: int, split: Split) -> int:
         """Return the memory of the gradient that the backward of `op` makes of its tensor argument at `place`."""
@@ -619,6 +625,7 @@ def _inner_costs(context: _Probe, op: Op) -> Inner:
     outs = [out] if isinstance(out, torch.Tensor) else list(out)
     if trained := [each for each in outs if each.requires_grad]:
         backward.tracker.watch([*values, *saved, *outs], "input")
+        backward.reads(saved)
         with backward.tracker:
             given = [torch.empty_like(each) for each in trained]
             backward.tracker.watch(given, "input")

@@ -1,13 +1,15 @@
 """What the backward of a group holds for a moment, op by op.
 
-An op has up to two moments, and the group's row (`memory`) counts the largest of all of them:
+An op has up to three moments, and the group's row (`memory`) counts the largest of all of them:
 
-    running     Σ x · (the gradients that are there, and the op's scratch memory), and the padding of gradients that were gathered
+    running     Σ x · (the gradients that are there, and the op's scratch memory), and the padding of gradients that were gathered,
+                until the op has read what was saved
+    ending      the same afterwards: operands of a linear that were made again are gone before its bias's gradient is summed
     changing    Σ x · gradients, and the most that is held while one of those that the op completed changes its layout
 
-Both also count what gradients that earlier ops brought back hold more, or less, than as those ops made them; and, from the op
-on that makes the region's first gradient of a parameter, the buffer that it goes into. Neither counts saved tensors that
-earlier ops were the last to need: those are released.
+All also count what gradients that earlier ops brought back hold more, or less, than as those ops made them; and, from the op
+on that makes the region's first gradient of a parameter, the buffer that it goes into. None counts saved tensors that earlier
+ops were the last to need, nor the last one those of the op itself: they are released.
 """
 
 from __future__ import annotations
@@ -73,10 +75,13 @@ class Moments:
         moments = []
         for op in backwards:
             brought = [*self.changes.brought(decision, op.place), *self._beside(op)]
-            running = [*self.sharding.chosen_mib(decision, op.running_bytes), *given, *brought]
             buffer = opened if op.place < opens_at else []
             given_too = self.waiting.given_too(decision, op.place)
-            moments.append([*running, *buffer, *given_too, *self._released(decision, op.place + 1)])
+            there = [*given, *brought, *buffer, *given_too, *self._released(decision, op.place + 1)]
+            moments.append([*self.sharding.chosen_mib(decision, op.running_bytes), *there])
+            moments.append(
+                [*self.sharding.chosen_mib(decision, op.ending_bytes), *there, *self._made_again(decision, op)]
+            )
             changing = self.changes.backward(decision, op.place)
             buffer = opened if op.place <= opens_at else []
             if changing or buffer:
@@ -100,17 +105,39 @@ class Moments:
 
     def _released(self, decision: Decision, place: int) -> Terms:
         """Return the (negative) terms of what a group saved and has released once its ops from `place` on have run backward."""
-        assert decision.region_class is not None
-        ends = {0, decision.region_class.multiplicity - 1}
-        terms = [
-            (item.present, -1.0)
-            for item in self.items[decision.region_class]
-            if item.freed_by is not None and ends <= item.members
-            if item.freed_by[0] is decision and item.freed_by[1] >= place
-        ]
+        terms = [(item.present, -1.0) for item, at in self._read_last(decision) if at >= place]
         freed = [sizes for at, sizes in decision.inner_freed.items() if at >= place]
         inner = self.sharding.chosen_mib(decision, [sum(sizes) for sizes in zip(*freed)])
         return [*terms, *((column, -size) for column, size in inner)]
+
+    def _made_again(self, decision: Decision, op: OpBackward) -> Terms:
+        """Return the (negative) terms of what was made again, or came back, and an op is the last to need: it goes once it is read.
+
+        What stayed goes when the backward of the op is over. Of a class of several instances the row stands for those whose
+        stayed too, and nothing goes before.
+        """
+        assert decision.region_class is not None
+        is_higher = any(ending > running for ending, running in zip(op.ending_bytes, op.running_bytes))
+        if not is_higher or decision.region_class.multiplicity > 1:
+            return []
+        items = [item for item, at in self._read_last(decision) if at == op.place]
+        return [(self._of_rerun(item), -1.0) for item in items]
+
+    def _of_rerun(self, item: Item) -> int:
+        """Return the column of what a single instance needs and did not keep on the device, in MiB."""
+        column = self.model.column()
+        self.model.row(MOMENTARY, [(column, 1.0), (item.present, -1.0)], upper=0.0)
+        instance = [(choice, -size) for choice, size in item.instance]
+        self.model.row(MOMENTARY, [(column, 1.0), (item.kept, 1.0), *instance], upper=0.0)
+        return column
+
+    def _read_last(self, decision: Decision) -> Iterator[tuple[Item, int]]:
+        """Yield what the group's backward is the last to read in all its regions, with the place of the op that does."""
+        assert decision.region_class is not None
+        ends = {0, decision.region_class.multiplicity - 1}
+        for item in self.items[decision.region_class]:
+            if item.freed_by is not None and item.freed_by[0] is decision and ends <= item.members:
+                yield item, item.freed_by[1]
 
     def _without_smaller(self, decision: Decision, moments: list[Terms]) -> list[Terms]:
         """Return moments of a group without those that hold no more than another one whatever is chosen.

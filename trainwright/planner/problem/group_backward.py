@@ -1,6 +1,8 @@
 """What the backward of a group holds, op by op: its ops run in reverse, and hand gradients on to one another.
 
-    running   gradients that are there, and what the op's backward takes beside those that it is given
+    running   gradients that are there, and what the op's backward takes beside those that it is given, until it has read what
+              was saved
+    ending    the same afterwards
     made      gradients that are there when it is done, those that it was given gone
 
 There are at first the gradients of the tensors that other groups read. A gradient stays until the op that made its tensor has
@@ -28,8 +30,9 @@ def backward_of(group: Group, options: Sequence[Split], costs: CostModel) -> lis
 def _of_all(found: Sequence[OpBackward]) -> OpBackward:
     """Return one op's backward under all options from those under each."""
     running = tuple(size for own in found for size in own.running_bytes)
+    ending = tuple(size for own in found for size in own.ending_bytes)
     made = tuple(size for own in found for size in own.made_bytes)
-    return replace(found[0], running_bytes=running, made_bytes=made)
+    return replace(found[0], running_bytes=running, ending_bytes=ending, made_bytes=made)
 
 
 class _Backward:
@@ -70,7 +73,8 @@ class _Backward:
         for tensor in outputs:
             if tensor not in self.memory:  # nobody reads it
                 self._add(tensor, self._given_bytes(op, op.outputs.index(tensor)))
-        running = self._live_bytes() + self.costs.backward_bytes(self.group, op, self.split)
+        before = self._live_bytes()
+        running, ending = (before + size for size in self.costs.backward_bytes(self.group, op, self.split))
         given = self.memory[outputs[0]]
         makes = {tensor: at for at, tensor in enumerate(op.inputs) if tensor.requires_grad}
         handed = _handed_on(op, makes, self.costs)
@@ -85,7 +89,8 @@ class _Backward:
         owners = list(self.memory.values())
         shares = frozenset(tensor for tensor in makes if owners.count(self.memory[tensor]) > 1)
         passes_on = frozenset(tensor for tensor in makes if self.memory[tensor] in self.given)
-        return OpBackward(place, self.group.index, (running,), (min(made, running),), shares, passes_on)
+        made = min(made, max(running, ending))
+        return OpBackward(place, self.group.index, (running,), (ending,), (made,), shares, passes_on)
 
     def _add(self, tensor: Tensor, num_bytes: int) -> int:
         """Give a gradient memory of its own; return its number."""
@@ -123,7 +128,7 @@ def _placed(group: Group, backward: OpBackward) -> OpBackward:
 
 def _handed_on(op: Op, makes: dict[Tensor, int], costs: CostModel) -> set[Tensor]:
     """Return the operands whose gradients lie in the memory of the one that the op is given: it makes less than all of them."""
-    rest = sum(tensor.num_bytes for tensor in makes) - costs.records[op].backward_bytes
+    rest = sum(tensor.num_bytes for tensor in makes) - max(costs.records[op].backward_bytes)
     handed = set()
     for tensor in makes:
         if tensor.num_bytes <= rest:

@@ -37,7 +37,9 @@ class OpBackward:
     moment: float
     """When it runs, among the groups of its region: the group's index, but for an op that runs after groups behind it."""
     running_bytes: tuple[int, ...]
-    """The most that is there while it runs: gradients, and scratch memory."""
+    """The most that is there until it has read what was saved: gradients, and scratch memory."""
+    ending_bytes: tuple[int, ...]
+    """The same afterwards, when what was made again of that is released."""
     made_bytes: tuple[int, ...]
     """The gradients that are there when it is done, before any of them changes its layout."""
     shares: frozenset[Tensor]
