@@ -29,6 +29,7 @@ from .waiting_gradients import WaitingGradients
 from .working_set import Item
 
 MOMENTARY = "what a group's backward holds for a moment"
+READ = "what is gone once it is read"
 
 
 class Moments:
@@ -126,9 +127,9 @@ class Moments:
     def _of_rerun(self, item: Item) -> int:
         """Return the column of what a single instance needs and did not keep on the device, in MiB."""
         column = self.model.column()
-        self.model.row(MOMENTARY, [(column, 1.0), (item.present, -1.0)], upper=0.0)
+        self.model.row(READ, [(column, 1.0), (item.present, -1.0)], upper=0.0)
         instance = [(choice, -size) for choice, size in item.instance]
-        self.model.row(MOMENTARY, [(column, 1.0), (item.kept, 1.0), *instance], upper=0.0)
+        self.model.row(READ, [(column, 1.0), (item.kept, 1.0), *instance], upper=0.0)
         return column
 
     def _read_last(self, decision: Decision) -> Iterator[tuple[Item, int]]:

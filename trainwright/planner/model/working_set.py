@@ -58,7 +58,7 @@ class Item:
     most_mib: float
     """One instance takes no more than this."""
     instance: Terms
-    """The bytes of one instance, in MiB, by what is chosen."""
+    """What one instance takes, in MiB, by what is chosen, with what kept ones hold more."""
     made_at: float = -math.inf
     """The moment of a region's reruns at which it is made (`rerun_memory`); -∞ if it is there where they begin."""
     read_until: float = -math.inf
@@ -251,7 +251,7 @@ class _ItemBuilder:
         away = [(column, -size) for column, size in leaving]
         return Item(
             owner.region_class, owner, frozenset(members), last, first, freed_by, kept_column, held, present, held_waiting, waiting,
-            most, instance, *reruns, away,
+            most, [*instance, *(padding or [])], *reruns, away,
         )  # fmt: skip
 
     def _here(self, kept: Terms, count: int) -> tuple[Terms, Terms]:
