@@ -92,19 +92,19 @@ class _Connections:
     def __init__(self, store: Any) -> None:
         self._store = store
         self._current: Any = None
-        self._spare = self._made()
+        self._spare = self._connecting()
 
     def current(self) -> Any:
         """Return the connection, the same until it is left."""
         if self._current is None:
-            self._current, self._spare = self._spare.result(), self._made()
+            self._current, self._spare = self._spare.result(), self._connecting()
         return self._current
 
     def leave(self) -> None:
         """Hand out another connection from now on: a thread that was abandoned may wait in this one forever."""
         self._current = None
 
-    def _made(self) -> Future[Any]:
+    def _connecting(self) -> Future[Any]:
         made = Future[Any]()
 
         def work() -> None:

@@ -125,7 +125,10 @@ class Moments:
         return [(self._of_rerun(item), -1.0) for item in items]
 
     def _of_rerun(self, item: Item) -> int:
-        """Return the column of what a single instance needs and did not keep on the device, in MiB."""
+        """Return the column of what a single instance needs and did not keep on the device, in MiB.
+
+        At least 0: so it keeps no copy that reruns alone need.
+        """
         column = self.model.column()
         self.model.row(READ, [(column, 1.0), (item.present, -1.0)], upper=0.0)
         instance = [(choice, -size) for choice, size in item.instance]
